@@ -79,7 +79,8 @@ EVENTS: Mapping[str, Event] = {
     ),
     "publish_failed": Event(
         (ERROR,),
-        "A run can never be sent: ``reason``, and the traceback. The entry goes on with its next time.",
+        "A run can never be sent: ``reason``, with the traceback once for each reason. The entry goes on with its next "
+        "time.",
     ),
     "published": Event((DEBUG,), "The message of a run was sent to the broker."),
     # Entries.

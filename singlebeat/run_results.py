@@ -20,6 +20,7 @@ from .locks.base import HEADER, RUN_HEADER
 from .log import LONGEST_REASON, Log, without_passwords
 from .monitors import close_check_in
 from .native_threads import Empty, SimpleQueue, await_native, start_native_thread
+from .server_errors import with_advice
 
 if TYPE_CHECKING:
     from billiard.einfo import ExceptionInfo
@@ -209,7 +210,7 @@ class _Writer:
                     event="ends_not_recorded",
                     runs=len(rows),
                     seconds=PAUSE,
-                    reason=exc,
+                    reason=with_advice(exc),
                 )
                 self._silent_until = time.monotonic() + PAUSE
             for each in news:

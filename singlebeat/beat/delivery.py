@@ -75,7 +75,8 @@ class Delivery:
         number = f"{self.messages} message{'s wait' if self.messages > 1 else ' waits'} there: " * bool(self.messages)
         return (
             f"{number}start a worker with -Q {self.queue}, or delete all messages there if they are not wanted (celery "
-            f"purge -Q {self.queue}): beat frees their locks then"
+            f"purge -Q {self.queue}). Beat frees a lock then when another run or call meets it, "
+            "celery singlebeat unlock --stale frees all"
         )
 
     def without(self, task: str) -> str:

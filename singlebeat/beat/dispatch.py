@@ -103,6 +103,7 @@ class Dispatcher:
         self._said_unlocked = False
         self._workers_trusted_until = 0.0  #: until when they count as seen, by the monotonic clock
         self._said_unlocked_of = set[str]()  #: the same of entries, by their keys
+        self._said_why_unsent = dict[str, str]()  #: the reason whose traceback was logged last, by the key of an entry
         self.failures = Failures(app, publisher.forget_broker)
 
     def check_workers(self, claimed: Sequence[ClaimedOccurrence]) -> bool:
@@ -217,11 +218,16 @@ class Dispatcher:
         log_decision(decision, self._timestamp())
 
     def give_up(self, message: Message, exc: Exception) -> Confirmation:
-        """Log that a message can never be sent, and return its confirmation as ``publish_failed``."""
+        """Log that a message can never be sent, and return its confirmation as ``publish_failed``.
+
+        The traceback is logged once for each reason: the cause is most often in the entry, which stays as it is.
+        """
         self.failures.backoff.forget(message.entry.key)
         entry, why = message.entry, unsendable(exc)
         decision = Decision(entry.name, entry.task, message.occurrence, DecisionType.PUBLISH_FAILED, why)
-        log_decision(decision, self._timestamp(), detail="".join(traceback.format_exception(exc)))
+        is_new = self._said_why_unsent.get(entry.key) != why
+        self._said_why_unsent[entry.key] = why
+        log_decision(decision, self._timestamp(), detail="".join(traceback.format_exception(exc)) if is_new else "")
         return message.claimed.confirmation(decision)
 
     def release(self, *locks: Ref) -> None:

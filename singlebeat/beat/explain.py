@@ -15,8 +15,8 @@ from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, RESULT_NOT_STORED
 from .calendar.words import span
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
-from .silence import expiry_of
-from .status import PLAIN_BEAT, QUARANTINED_LATER, REDBEAT_LEADS
+from .silence import NOT_RECORDED, expiry_of
+from .status import NO_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, SEE_LOG
 from .store.probe import refuses_writes
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ RECORDED_AHEAD = timedelta(seconds=10)
 
 #: The least fraction of its lease that a lock has left while its worker lives, which renews it after each third.
 RENEWED = 0.6
-
-_START_ONE = f"singlebeat sends nothing until one is started (celery beat -S singlebeat.Scheduler). {PLAIN_BEAT}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +85,7 @@ class Facts:
     known_tasks: frozenset[str] | None  #: of all workers that answer; None if none could be asked
     now: datetime
     is_possible: bool = True  #: whether an entry can have that name; its key may be one of the schedule itself
+    gone: str = ""  #: that it is not stored, who has removed it, and how to bring it back; empty if it is stored
     unusable: str = ""  #: why beat cannot use it, even before beat has found that; empty if it is usable
     delivery: Delivery | None = None  #: of the queue of its task; None if unknown
     late_place: str = ""  #: why beat does not check it in time, and what to do; empty if its place is not late
@@ -118,10 +117,16 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
     quarantined = facts.state.quarantine.get(facts.name)
     if quarantined is not None:
         yield f"It is quarantined and does not run, since {quarantined['since']}: {quarantined['reason'].rstrip('.')}."
-        if facts.is_possible:
+        delete = f"celery singlebeat delete {shlex.quote(facts.name)}"
+        if facts.is_possible and facts.gone:
+            yield (
+                f"{facts.gone}. If it comes from beat_schedule, the next term installs it: celery singlebeat resign. "
+                f"To delete what is left of it: {delete}"
+            )
+        elif facts.is_possible:
             yield (
                 "Correct the entry: a beat checks it again in every tick and runs it then. It is never deleted by "
-                f"itself; to delete it: celery singlebeat delete {shlex.quote(facts.name)}"
+                f"itself; to delete it: {delete}"
             )
     elif facts.unusable:
         yield f"It is unusable: {facts.unusable.rstrip('.')}. {_sentence(QUARANTINED_LATER)}."
@@ -158,15 +163,15 @@ def _leadership(facts: Facts) -> Iterator[str]:
     elif facts.state.why_leaderless:
         yield f"{_sentence(facts.state.why_leaderless)}."
     elif not facts.state.works and facts.state.is_shared:
-        yield f"No beat works: {_START_ONE}"
+        yield f"No beat works: {NO_BEAT}."
     elif not facts.state.works:
-        yield f"No beat leads: {_START_ONE}"
+        yield f"No beat leads: {NO_BEAT}."
     elif facts.state.redbeat_silent:
         yield f"{_sentence(facts.state.redbeat_silent)}."
     elif facts.state.redbeat_leads:
         yield f"{_sentence(REDBEAT_LEADS)}."
     elif facts.state.overdue:
-        yield f"Beat is behind: {facts.state.overdue_entries}."
+        yield f"Beat is behind: {facts.state.overdue_entries}. {SEE_LOG}."
 
 
 def _refusals(facts: Facts) -> Iterator[str]:
@@ -335,13 +340,10 @@ def _why_no_end(facts: Facts, record: Record) -> str:
             f": no singlebeat is in {', '.join(readers)}, or its settings name no server for locks, and no other "
             "worker reads the queue."
         )
+    why = ": it waits in its queue, or its worker has died, or has no singlebeat installed"
     if _has_later_run(facts, record):
-        return ", its lock is gone, and later runs have started: its worker has probably died while it ran."
-    return (
-        ": it waits in its queue, or its worker has died, or has no singlebeat installed. Or it has ended, and that "
-        "could not be recorded: the schedule's server did not take the record, or the worker has another "
-        "redbeat_redis_url or redbeat_key_prefix."
-    )
+        why = ", its lock is gone, and later runs have started: its worker has died while it ran"
+    return f"{why}. Or it has ended, and that {NOT_RECORDED}."
 
 
 def _expiry(facts: Facts, record: Record) -> Iterator[str]:

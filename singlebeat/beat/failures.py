@@ -11,8 +11,8 @@ from kombu.utils.encoding import safe_repr
 from ..connections import DataError, RedisError, ResponseError, broker_place, what_it_does
 from ..errors import LockBackendError, UnusableLockError
 from ..log import Log
+from ..server_errors import with_advice
 from .backoff import Backoff
-from .store.probe import with_advice
 
 if TYPE_CHECKING:
     from celery import Celery

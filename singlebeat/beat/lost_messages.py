@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..broker import bounded, is_one_broker, own_broker
 from ..config import Config
 from ..errors import ConfigError, LockBackendError
-from ..locks import backend_of, new_backend, worker_name
+from ..locks import backend_of, new_backend
 from ..locks.acquire import UNSENT_TTL
 from ..locks.base import RUN_HEADER, BaseBackend, Ref, read_generation
 from ..locks.key import behind_key, is_turn_key, suspects_key
@@ -85,6 +85,9 @@ DOUBTED_AFTER = 10
 
 #: The end of a sentence about a command that frees a lock in doubt.
 FREES_NOW = "frees it now; a message that starts later acquires the lock again"
+
+#: The reason if a lock is not queued any more once its message has been searched for.
+MOVED_ON = "it has started meanwhile, or its lock is free already"
 
 #: Added to the reason if the lock of a lost message has the arguments of other calls.
 JOINED_ARE_LOST = "the calls that have joined it are lost with it, and so are the latest arguments"
@@ -188,6 +191,8 @@ class Found(NamedTuple):
         task = f"task {self.lock.ref.task_id}"
         queued = f"was queued {BEFORE_SET_BACK if self.lock.is_ahead else f'{self.lock.age:.0f} s ago'}"
         match self.outcome:
+            case "" if self.reason == MOVED_ON:
+                return f"{task} {queued}: {MOVED_ON}"
             case "":
                 return f"{task} {queued}, and its lock is not freed: {self.reason}"
             case word if word == MESSAGE_LOST:
@@ -231,9 +236,7 @@ def examine(
         time.sleep(min(PAUSE, (Config.of(app).singlebeat_lost_after or PAUSE) / 6))
         again = [each for lock in lost if (each := _reread(lock, backend)) is not None]
         gone = {lock.ref for lock in lost} - {lock.ref for lock in again}
-        found |= {
-            ref: Found(found[ref].lock, "", "it has started meanwhile, or its lock is free already") for ref in gone
-        }
+        found |= {ref: Found(found[ref].lock, "", MOVED_ON) for ref in gone}
         found |= {each.lock.ref: each for each in _examine_once(app, again, backend, answers)}
     return [found[lock.ref] for lock in locks]
 
@@ -337,7 +340,7 @@ def sent_to_another_broker(app: Celery, lock: Waiting) -> str:
         return ""
     return (
         f"it was sent to the broker {lock.broker}, and the broker of this process is {own}: ask with the settings of "
-        "its sender"
+        f"its sender. If that broker is gone for good: celery singlebeat unlock --force {shlex.quote(lock.ref.task_id)}"
     )
 
 
@@ -427,8 +430,8 @@ def _queue_of(app: Celery, task: str) -> str | None:
 
 def _our_hostname(app: Celery, announced: str) -> str:
     """Return the hostname of a worker that has announced itself; empty if its broker is not ours."""
-    hostname, _, _ = announced.partition(" ")
-    return hostname if announced == worker_name(app, hostname) else ""
+    hostname, _, broker = announced.partition(" ")
+    return hostname if is_one_broker(broker, own_broker(app)) else ""
 
 
 def count_messages(app: Celery, queue: str) -> int:

@@ -18,17 +18,18 @@ from typing import TYPE_CHECKING, Any
 from redbeat import RedBeatScheduler
 
 from .. import __version__, signals
+from ..broker import own_broker
 from ..config import Config
 from ..connections import (
     RedisError,
     ResponseError,
-    broker_place,
     check_schedule_server,
     schedule_client,
     schedule_place,
 )
 from ..errors import ConfigError, LockBackendError
 from ..log import Log
+from ..server_errors import with_advice
 from .calendar.recurrence import reporting_questions
 from .calendar.zone import app_zone
 from .dispatch import Dispatcher
@@ -48,7 +49,7 @@ from .one_write import OneWrite
 from .publisher import BeatProducer, BrokerAccess
 from .server_time import ServerTime
 from .store.claims import Due, Store
-from .store.probe import CONFIRM, TICKS, schedule_error, schedule_refusal, ticks_refusal, with_advice
+from .store.probe import CONFIRM, TICKS, schedule_error, schedule_refusal, ticks_refusal
 from .store.unplaced import LostPlaces
 from .store.zone_change import Places
 from .tick import SHORTEST_SLEEP, Tick, next_delay
@@ -149,7 +150,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         """Our leadership."""
         timeout = min(self.lock_timeout / 4, Config.of(self.app).singlebeat_socket_timeout)
         connect, keys = partial(schedule_client, self.app, timeout=timeout), Keys.of(self.app).lease
-        about = {**signature_of(self.app), "version": __version__, "broker": broker_place(self.app)}
+        about = {**signature_of(self.app), "version": __version__, "broker": own_broker(self.app)}
         if keys.lock is None:
             about["zone"] = str(app_zone(self.app))
         says = partial(schedule_error, self.app)

@@ -37,6 +37,12 @@ _FAILED = {
 #: Least number of runs in a row that must have failed, and of occurrences in a row that must have been skipped.
 LEAST_FAILED, LEAST_SKIPPED = 2, 4
 
+#: Why a run that has ended has no recorded end.
+NOT_RECORDED = (
+    "could not be recorded: the schedule's server did not take the record, or the worker has another "
+    "redbeat_redis_url or redbeat_key_prefix"
+)
+
 #: Most runs without an end that are counted.
 MOST_VANISHED = 4
 
@@ -97,7 +103,7 @@ def _vanished(entry: Entry, decisions: Sequence[Record], backlog: Callable[[Entr
         return f"{what}: each has probably expired in its queue before a worker started it"
     killed = (
         "killed its worker (for want of memory? See the log of the worker's host). Or its worker has no singlebeat, or "
-        "another redbeat_redis_url or redbeat_key_prefix"
+        f"its end {NOT_RECORDED}"
     )
     if where := backlog(entry):
         return f"{what}: they may still wait in {where}. Or each has {killed}"

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from ..broker import is_one_broker, own_broker
 from ..config import Config
-from ..connections import broker_place, schedule_client
+from ..connections import schedule_client
 from ..errors import EntryError
 from .entries.entry import Entry, Meta
 from .entries.fields import read_fields
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
 
 __all__ = (
     "MAX_LAG",
-    "PLAIN_BEAT",
+    "NO_BEAT",
     "QUARANTINED_LATER",
     "REDBEAT_LEADS",
+    "SEE_LOG",
     "ScheduleStatus",
     "pending_occurrences",
     "quarantine_record",
@@ -66,11 +68,15 @@ REDBEAT_LEADS = (
     "Triggered and backfilled runs wait until a beat of singlebeat leads"
 )
 
-#: Another beat that no tool sees, in words.
-PLAIN_BEAT = (
-    "A celery beat without -S singlebeat.Scheduler is not seen here, and sends by a file of its own: stop it before "
-    "you start one"
+#: The effects of having no beat, and beats that no tool sees, in words.
+NO_BEAT = (
+    "singlebeat sends nothing until one is started (celery beat -S singlebeat.Scheduler). A beat that runs may be "
+    "refused by the server: its log names the right that its user lacks. A celery beat without "
+    "-S singlebeat.Scheduler is not seen here, and sends by a file of its own: stop it before you start one"
 )
+
+#: Where to look while a beat leads and does not send, in words: the server may refuse another user than the operator's.
+SEE_LOG = "If that lasts, see the log of beat: it names what a server refuses to its user"
 
 
 def counted(number: int, one: str, many: str) -> str:
@@ -106,7 +112,7 @@ class ScheduleStatus:
     set_back: float = 0.0
     other_app: str = ""  #: app whose beat sends our entries; empty if there is none, or if we share on purpose
     app: str = ""  #: the name of this process's app
-    broker: str = ""  #: of this process
+    broker: str = ""  #: the name of this process's broker
     pauses: Sequence[Pause] = ()  #: of many entries, those that last
     unreadable_pauses: Mapping[str, str] = field(default_factory=dict)  #: selector -> why; they pause nothing
     why_leaderless: str = ""  #: why no beat can lead, and what to do, if another program has spoilt a key of leadership
@@ -265,10 +271,11 @@ class ScheduleStatus:
         """
         for beat, role in self.beats:
             sends = standbys or self.is_shared or beat is self.leader
-            if sends and beat.get("app") == self.app and beat.get("broker", self.broker) not in {"", self.broker}:
+            broker = beat.get("broker") or self.broker
+            if sends and beat.get("app") == self.app and not is_one_broker(broker, self.broker):
                 host, pid = beat.get("host", "?"), beat.get("pid", "?")
                 yield (
-                    f"the beat {host}, pid {pid}, which {role}, sends to the broker {beat['broker']}, "
+                    f"the beat {host}, pid {pid}, which {role}, sends to the broker {broker}, "
                     f"and the broker of this process is {self.broker}. If these are two fleets, such as staging and "
                     "production, they share the prefix, and the workers of one get no messages: give each fleet a "
                     "prefix of its own (redbeat_key_prefix; and singleton_key_prefix, if they share the server of the "
@@ -354,7 +361,7 @@ class ScheduleStatus:
             set_back=set_back,
             other_app=", ".join(sorted(apps)),
             app=owner_of(app),
-            broker=broker_place(app),
+            broker=own_broker(app),
             pauses=pauses.lasting(datetime.fromtimestamp(now, UTC)),
             unreadable_pauses=pauses.problems,
             why_leaderless=why_leaderless(client, keys.lease) if keys.lock is not None and ttl <= 0 else "",

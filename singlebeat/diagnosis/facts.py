@@ -175,6 +175,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
     return Facts(
         name=name,
         entry=entry,
+        gone=f"It is not stored{why_gone(entries, name).rstrip('.')}" if entry is None and not unusable else "",
         is_possible=entries.keys.is_possible(name),
         unusable=unusable,
         state=state,

@@ -16,13 +16,14 @@ from ..beat.keys import Keys
 from ..beat.lost_messages import count_messages, living_workers
 from ..beat.server_time import ServerTime
 from ..beat.status import counted
-from ..beat.store.probe import advice, broker_refusal, is_denied
+from ..beat.store.probe import broker_refusal
 from ..broker import bounded, naming_alarms
 from ..config import Config
 from ..connections import broker_place, schedule_client, what_it_does
 from ..errors import SinglebeatError
 from ..locks import backend_of
 from ..log import without_passwords
+from ..server_errors import advice, is_denied
 
 if TYPE_CHECKING:
     from celery import Celery

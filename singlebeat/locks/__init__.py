@@ -43,6 +43,7 @@ from weakref import WeakKeyDictionary
 
 from celery.utils.imports import symbol_by_name
 
+from ..broker import own_broker
 from ..config import Config
 from ..errors import ConfigError
 from .base import BaseBackend
@@ -113,7 +114,7 @@ def new_backend(app: Celery, *, own_connections: bool = False) -> BaseBackend:
 
 def worker_name(app: Celery, hostname: str) -> str:
     """Return the announced name of a worker, with its broker: apps with other brokers may share the locks' server."""
-    return f"{hostname} {app.connection_for_write().as_uri()}"
+    return f"{hostname} {own_broker(app)}"
 
 
 def clear_locks(app: Celery) -> None:

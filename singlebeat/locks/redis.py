@@ -20,6 +20,7 @@ from ..errors import LockBackendError, UnusableLockError
 from ..lua import Script, packed
 from ..native_threads import is_native
 from ..outbox import SENT_FOR, SENT_KEY, Marker, database, senders
+from ..server_errors import with_advice
 from .base import UNTIL_UNLOCKED, BaseBackend, Call, Holder, Ref, Renewal, Sending, Verdict, from_ms, unusable
 from .key import behind_key, done_key, is_done_key, turn_key
 
@@ -423,7 +424,9 @@ class _Reaching:
 
     def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
         if isinstance(exc, RedisError):
-            raise LockBackendError(f"the locks' server {masked(self.url)} {what_it_does(exc)}: {exc}") from exc
+            raise LockBackendError(
+                f"the locks' server {masked(self.url)} {what_it_does(exc)}: {with_advice(exc)}"
+            ) from exc
 
 
 #: Key of the zset of the workers with singlebeat, by the server's time when they were seen. It is outside of every

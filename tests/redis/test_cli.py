@@ -711,8 +711,11 @@ def test_doctor_names_problems_and_password_less_urls(cli, put, redis):
 
     findings = {(row["level"], row["about"]): row["text"] for row in answer(cli("doctor", "--json", code=1))}
 
-    started = "no beat leads: singlebeat sends nothing until one is started. A celery beat without -S "
+    started = (
+        "no beat leads: singlebeat sends nothing until one is started (celery beat -S singlebeat.Scheduler). A beat"
+    )
     assert findings["problem", "beat"].startswith(started)
+    assert "A celery beat without -S singlebeat.Scheduler is not seen here" in findings["problem", "beat"]
     assert "no task" in findings["problem", "entry bad"]
     assert "no worker answers" in findings["problem", "workers"]
     with make_app("redis://", {"redbeat_redis_url": "redis://:hush@db.example.org/0"}) as app:

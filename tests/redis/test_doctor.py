@@ -14,14 +14,15 @@ from click import unstyle
 from singlebeat import Schedule, clocked
 from singlebeat.beat.delivery import Busy, Reader
 from singlebeat.beat.keys import LEASE_KEYS, OWN_KEYS
+from singlebeat.beat.lost_messages import living_workers
 from singlebeat.beat.metrics import BeatMetrics
 from singlebeat.beat.status import ScheduleStatus
 from singlebeat.connections import ResponseError
 from singlebeat.diagnosis.workers import Workers
-from singlebeat.locks import backend_of
-from singlebeat.locks.base import unusable
+from singlebeat.locks import backend_of, worker_name
+from singlebeat.locks.base import Ref, unusable
 from singlebeat.log import LONGEST_REASON
-from tests.support import RedisServer, SlowProxy, measured, without
+from tests.support import APP, RedisServer, SlowProxy, measured, without
 from tests.system.apps import make_app
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_awaited")
@@ -312,11 +313,37 @@ def test_a_lock_whose_message_no_worker_reads_names_its_queue(findings, cli, ben
     measured(text)
     assert level == "problem"
     assert text.startswith(f"n{unread}, and 1 lock is held by messages that were sent there, such as task {task_id}")
-    assert text.endswith(f". {advice}: beat frees their locks then")
+    freed = "Beat frees a lock then when another run or call meets it, celery singlebeat unlock --stale frees all"
+    assert text.endswith(f". {advice}. {freed}")
     assert f"N{unread}. {advice}" in cli("explain", "e").output
     assert f"n{unread}. {advice}" in cli("unlock", task_id, code=1).output
     bench.put(task=SINGLE, options={"queue": "billing"})
     assert "The queue has 3 messages. Start a worker with -Q billing" in str(findings("queue billing"))
+
+
+def test_a_lost_message_of_a_deleted_entry_is_no_longer_awaited(findings, cli, server, redis, bench_on, monkeypatch):
+    """No run and no call meets its lock, which lasts until the end of singlebeat_queued_ttl or until it is freed."""
+    bench = bench_on(server, singlebeat_lost_after=0.01)
+    bench.put(task=SINGLE, options={"queue": "billing"})
+    bench.tick()
+    bench.schedule.delete("e")
+    redis.delete("billing")
+    reader = Reader(frozenset({"celery"}), frozenset({SINGLE}), 1, ())
+    monkeypatch.setattr(Workers, "ask", lambda _: answering(w1=reader))
+    monkeypatch.setattr("singlebeat.beat.lost_messages._Broker.ask", lambda *_, **__: {"w1": {}})
+
+    about_queue, about_locks = findings("queue billing", app=bench.app), findings("locks", app=bench.app)
+
+    ((level, text),) = about_locks
+    measured(text)
+    assert (level, about_queue) == ("problem", [])
+    assert text.startswith("1 lock waits for a message that is lost, such as task ")
+    assert text.endswith(
+        ". Equal runs and calls are refused meanwhile: beat frees a lock when one of them meets it, unless "
+        "singlebeat_lost_after is None. To free all now: celery singlebeat unlock --stale"
+    )
+    cli("unlock", "--stale", app=bench.app)
+    assert findings("locks", app=bench.app) == []
 
 
 def test_a_refused_history_is_named_by_all_that_read_it(findings, cli, bench, server, bench_on):
@@ -392,3 +419,98 @@ def test_workers_of_a_server_that_was_emptied_are_not_called_missing(findings, b
     assert "install it there" not in text
     backend_of(bench.app).announce("w1", ttl=60)
     assert [level for level, _ in findings("workers")] == ["fine"]
+
+
+def test_users_of_one_broker_are_no_two_brokers_and_no_two_fleets(findings, cli, server, redis, bench_on):
+    """As after "Give beat and workers a Redis user of their own": each has its URL, and there is one broker."""
+    for user in ("beat", "worker"):
+        redis.acl_setuser(user, enabled=True, nopass=True, categories=["+@all"], keys=["*"], channels=["*"])
+    beats, workers, operators = (
+        bench_on(server, broker_url=server.celery_url.replace("://", f"://{login}"))
+        for login in ("beat:any@", "worker:any@", "")
+    )
+    beats.put()
+    beats.tick()
+    backend = backend_of(workers.app)
+    backend.announce(worker_name(workers.app, "w1@vm"), ttl=60)
+    backend.worker = "w1@vm"
+    run = Ref("SINGLETONLOCK_{a}", "x", 0, "n")
+    backend.begin(run, lease=30, remember_for=60, task="t", arguments="()")
+    backend.renew_many([run], lease=30)
+    told = [cli(*command.split(), app=operators.app).output for command in ("status", "explain e")]
+    told.append(str(findings("redbeat_key_prefix", app=operators.app)))
+    told.append(str(findings("singleton_key_prefix", app=operators.app)))
+    living = living_workers(operators.app, backend_of(operators.app))
+    for user in ("beat", "worker"):
+        redis.acl_deluser(user)
+
+    assert ScheduleStatus.of(operators.app).leader
+    assert not [text for text in told if "broker" in text]
+    assert living == {"w1@vm"}
+
+
+def test_explain_says_of_a_lock_that_is_freed_meanwhile_only_that(cli, server, redis, bench_on, monkeypatch):
+    bench = bench_on(server, singlebeat_lost_after=0.01)
+    bench.put(task=SINGLE)
+    bench.tick()
+    redis.delete("celery")
+    monkeypatch.setattr("singlebeat.beat.lost_messages._Broker.ask", lambda *_, **__: {"w1": {}})
+    monkeypatch.setattr("singlebeat.beat.lost_messages._reread", lambda *_: None)
+
+    text = cli("explain", "e", app=bench.app).output
+
+    said = r"^Task \S+ was queued \d+ s ago: it has started meanwhile, or its lock is free already\.$"
+    assert re.search(said, text, re.MULTILINE)
+
+
+def test_explain_brings_a_quarantined_entry_back_whose_hash_is_gone(cli, bench):
+    bench.put("broken")
+    bench.redis.hset("redbeat:broken", "definition", "{")
+    Schedule(bench.app, actor="ann").save(bench.put("gone"))
+    bench.schedule.pause("gone")
+    bench.redis.delete("redbeat:gone")
+    bench.tick()
+    assert {*ScheduleStatus.of(bench.app).quarantine} == {"gone", "broken"}
+
+    text = cli("explain", "gone").output
+
+    measured(text)
+    assert "Correct the entry" in cli("explain", "broken").output
+    assert "Correct the entry" not in text
+    assert "It is not stored. Another program has removed it; its last record is of " in text
+    assert "If it comes from beat_schedule, the next term installs it: celery singlebeat resign." in text
+    (undo,) = re.findall("To bring it back: celery singlebeat (revert gone --to [0-9-]+)", text)
+    cli(*undo.split())
+    bench.tick()
+    assert {*ScheduleStatus.of(bench.app).quarantine} == {"broken"}
+
+
+@pytest.mark.parametrize("is_seen", [True, False], ids=["quarantined", "unseen"])
+def test_an_entry_of_beat_schedule_that_another_program_removed_is_named(findings, cli, bench, is_seen):
+    given = {name: {"task": f"{APP}.plain", "schedule": 5.0} for name in ("five", "six")}
+    beat, app = bench.scheduler(beat_schedule=given), bench.new_app(beat_schedule=given)
+    beat.tick()
+    beat.tick()
+    assert findings("entry", app=app) == []
+    bench.redis.delete("redbeat:five")
+    if is_seen:
+        bench.redis.zadd("redbeat::schedule", {"redbeat:five": 0})
+        beat.tick()
+        bench.redis.delete("redbeat::schedule")
+    else:
+        bench.redis.zrem("redbeat::schedule", "redbeat:five")
+    beat.tick()
+
+    ((level, text),) = findings("entry five", app=app)
+    other = findings("entry five", app=bench.new_app(beat_schedule={}))
+
+    measured(text)
+    assert level == "problem"
+    assert text.startswith("it is in beat_schedule, and is not stored, so it does not run. Another program has")
+    assert text.endswith(". Or let the next term install it: celery singlebeat resign")
+    assert other == []
+    (undo,) = re.findall("celery singlebeat (revert five --to [0-9-]+)", text)
+    cli(*undo.split(), app=app)
+    assert findings("entry", app=app) == []
+    bench.schedule.delete("five")  # on purpose
+    assert findings("entry", app=app) == []

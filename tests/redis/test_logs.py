@@ -234,6 +234,20 @@ def test_a_hostile_entry_cannot_forge_a_line_or_a_pair(bench, logged, caplog):
     assert len(logged("publish_failed")) == 1
 
 
+def test_the_traceback_of_a_run_that_can_never_be_sent_is_logged_once(bench, logged, caplog):
+    bench.put(task=SINGLE, kwargs={"nope": 1})
+    bench.put("other", task=SINGLE, kwargs={"nope": 1})
+    for _ in range(3):
+        bench.make_due("e")
+        bench.make_due("other")
+        bench.tick()
+
+    lines = [record.getMessage() for record in caplog.records if record.singlebeat["event"] == "publish_failed"]
+    assert len(lines) == 6
+    assert all("got an unexpected keyword argument 'nope'" in line.splitlines()[0] for line in lines)
+    assert len([line for line in lines if "Traceback" in line]) == 2
+
+
 # ---------------------------------------------------------------- trouble
 
 

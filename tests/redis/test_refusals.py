@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from unittest.mock import Mock
@@ -22,13 +22,15 @@ from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.clock_guard import STORED_EVERY
 from singlebeat.beat.leadership.lease import Lease
 from singlebeat.beat.status import SILENT_AFTER, ScheduleStatus
-from singlebeat.beat.store.probe import LOCKS, SCHEDULE, Needs, with_advice
+from singlebeat.beat.store.probe import LOCKS, SCHEDULE, Needs
 from singlebeat.connections import ResponseError
 from singlebeat.diagnosis.workers import Workers
 from singlebeat.errors import LockBackendError, UnusableLockError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref
 from singlebeat.lua import Script
+from singlebeat.run_results import flush_ends, record_end_of_message
+from singlebeat.server_errors import with_advice
 from singlebeat.signals import leadership_gained, leadership_lost
 from tests.redis.bench import Bench
 from tests.support import APP, RedisServer, connected, page, wait_until, without
@@ -270,6 +272,28 @@ def test_a_right_that_beat_lacks_is_named_by_every_probe(probe, cli, lacking, re
     assert health == f"Error: {schedules}: {grant(command)}\n"
 
 
+@pytest.mark.parametrize("leads", [False, True])
+def test_a_beat_whose_own_user_lacks_a_right_is_not_called_missing(findings, cli, bench, lacking, redis, leads):
+    """The tools have another user, for whom nothing is wrong: only the log of beat names the right."""
+    with lacking("hmget" if leads else "evalsha") as (mute, _):
+        if leads:
+            mute.schedulers.append(beat := mute.scheduler())
+            beat.lease.acquire()
+        bench.put()
+        redis.zadd("redbeat::schedule", {"redbeat:e": time.time() - 100})
+        with suppress(ResponseError):
+            mute.tick()
+        told = " ".join(text for _, text in findings("beat")), cli("explain", "e").output
+
+    assert bool(ScheduleStatus.of(bench.app).leader) is leads
+    for text in told:
+        if leads:
+            assert "1 entry is overdue, the first by " in text
+            assert "If that lasts, see the log of beat: it names what a server refuses to its user" in text
+        else:
+            assert "A beat that runs may be refused by the server: its log names the right that its user lacks" in text
+
+
 def test_a_run_that_could_not_be_confirmed_is_not_sent(bench, lacking, redis):
     """It is of an entry without a lock, so that no worker would refuse the copies."""
     bench.put(overlap="allow_all")
@@ -450,6 +474,33 @@ def test_beat_says_where_the_refused_command_is_named(server, redis, bench_on, l
     assert re.search(rf"{named}|ACL LOG on the server names the command; docs, Rights", told["reason"])
 
 
+def test_errors_of_the_locks_server_name_the_missing_right(lacking, redis):
+    """Workers and callers log them as they are."""
+    with lacking("pexpire") as (mute, (_, locks)), pytest.raises(LockBackendError) as raised:
+        backend_of(mute.app).begin(
+            Ref("SINGLETONLOCK_{a}", "x", 0, "n"), lease=30, remember_for=60, task="t", arguments="()"
+        )
+
+    named = r"'pexpire' command.*: grant \+pexpire \(docs, Rights\)"
+    assert re.search(rf"{named}|ACL LOG on the server names the command; docs, Rights\)$", str(raised.value))
+    assert str(raised.value).startswith(f"{locks} refuses: ")
+    assert with_advice(raised.value) == str(raised.value)
+
+
+@pytest.mark.parametrize("command", ["xadd", "hset"])
+def test_a_right_without_which_no_end_is_recorded_is_logged(bench, lacking, logged, command):
+    bench.put()
+    bench.tick()
+    (message,) = bench.messages
+    with lacking(command) as (mute, _):
+        record_end_of_message(mute.app, message.headers, "success", "")
+        flush_ends(mute.app)
+
+    (told,) = logged("ends_not_recorded")
+    named = rf"'{command}' command.*: grant \+{command} \(docs, Rights\)"
+    assert re.search(rf"{named}|ACL LOG on the server names the command; docs, Rights\)$", told["reason"])
+
+
 @pytest.mark.parametrize("command", ["sadd", "smembers", "hscan", "hdel"])
 def test_a_beat_that_ticks_cannot_serve_logs_each_event_once(lacking, redis, caplog, logged, monkeypatch, command):
     monkeypatch.setattr("singlebeat.beat.scheduler.RECHECK_AFTER", 0.05)
@@ -613,7 +664,9 @@ def test_beats_that_share_the_work_are_missed_when_none_works(findings, probe, c
     assert ("no beat was seen" in cli("status", app=shared.app).output) is not ever
     ((level, text),) = findings("beat", app=shared.app)
     assert level == "problem"
-    assert "singlebeat sends nothing until one is started. A celery beat without -S singlebeat.Scheduler" in text
+    assert (
+        "singlebeat sends nothing until one is started (celery beat -S singlebeat.Scheduler). A beat that runs" in text
+    )
     assert "No beat works: singlebeat sends nothing until one is started" in cli("explain", "e", app=shared.app).output
 
 

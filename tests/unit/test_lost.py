@@ -64,7 +64,7 @@ def test_a_message_in_another_broker_is_left_to_that_one():
     assert said[0] == said[2] == ""
     assert said[1] == (
         "it was sent to the broker redis://h:6379/0, and the broker of this process is redis://127.0.0.1:6379/0: ask "
-        "with the settings of its sender"
+        "with the settings of its sender. If that broker is gone for good: celery singlebeat unlock --force a"
     )
 
 

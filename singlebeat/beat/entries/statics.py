@@ -6,7 +6,7 @@ import hashlib
 import json
 import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -109,6 +109,13 @@ class Statics:
         """Return by app the number of entries that other apps have installed and this app does not have."""
         owners = self._owners().values()
         return Counter(app for apps in owners if self.owner not in apps for app in apps)
+
+    def removed(self) -> Set[str]:
+        """Return the names of entries in the ``beat_schedule`` of this app that another program has removed."""
+        given = {str(name) for name, item in (self.app.conf.beat_schedule or {}).items() if is_from_code(item)}
+        names = sorted(given & self.client.smembers(self.keys.statics))
+        owners = self._owners(names)
+        return {*self._missing([name for name in names if self.owner in owners.get(name, ())])}
 
     def install(self, entries: Mapping[str, Entry], now: datetime, *, owns: bool = True) -> list[str]:
         """Store entries, and return the names of those that could be stored.

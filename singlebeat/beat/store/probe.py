@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from ...errors import LockBackendError, SinglebeatError
 from ...locks import backend_of
 from ...locks.redis import RedisBackend
 from ...lua import script
+from ...server_errors import advice_of_writes, denied_command, is_denied, with_advice
 from ..keys import Keys
 from .spoilt import spoilt_keys
 
@@ -32,10 +32,7 @@ __all__ = (
     "STANDBY",
     "TICKS",
     "Needs",
-    "acl_hint",
-    "advice",
     "broker_refusal",
-    "is_denied",
     "lock_place",
     "lock_refusal",
     "lock_server_says",
@@ -44,7 +41,6 @@ __all__ = (
     "schedule_refusal",
     "schedule_server_says",
     "ticks_refusal",
-    "with_advice",
 )
 
 _EXPIRE = ("PEXPIRE", "60000")
@@ -185,9 +181,9 @@ def broker_refusal(app: Celery) -> str:
                     try:
                         pipe.connection.read_response()
                     except ResponseError as exc:
-                        denied.add(_command_of(str(exc)))
+                        denied.add(denied_command(str(exc)))
             except ResponseError as exc:  # of MULTI
-                denied.add(_command_of(str(exc)))
+                denied.add(denied_command(str(exc)))
             finally:
                 pipe.connection.disconnect()
     denied.discard("")  # another error
@@ -229,19 +225,19 @@ def _refusal(client: RedisClient, key: str, needs: Needs, error: Exception | Non
         key: to try the commands on; its value is lost.
         error: of a call that the server has refused.
     """
-    denied = {command for command in (_command_of(str(error)),) if command}
+    denied = {command for command in (denied_command(str(error)),) if command}
     try:
         denied |= set(_denied_calls(client, key, needs))
         errors = {} if denied & {"eval", "evalsha"} else _refused_commands(client, key, needs)
     except ResponseError as exc:  # the server refuses every command, even the login
-        command = _command_of(str(exc))
+        command = denied_command(str(exc))
         if not command:
             return f"it refuses the script that tries the needed commands: {with_advice(exc)}"
         denied, errors = denied | {command}, {}
     except RedisError:  # the server does not answer, which is another finding
         return ""
     for text in errors.values():
-        if hint := _advice(text):
+        if hint := advice_of_writes(text):
             return f"{_NO_WRITES}, so that {needs.purpose}: {text.rstrip('.')}{hint}"
     denied_here = [command for command, text in errors.items() if is_denied(text)]
     if denied_here and any("keys" in errors[command] for command in denied_here):
@@ -262,7 +258,7 @@ def _denied_calls(client: RedisClient, key: str, needs: Needs) -> Iterator[str]:
         try:
             call(client, key)
         except ResponseError as exc:  # other errors are expected, as of an unknown script
-            if command := _command_of(str(exc)):
+            if command := denied_command(str(exc)):
                 yield command
 
 
@@ -279,70 +275,3 @@ _NO_WRITES = "it refuses to write"
 def refuses_writes(refused: str) -> bool:
     """Return whether a server refuses all writes, by what the functions above have returned."""
     return _NO_WRITES in refused
-
-
-#: Errors that concern every write, and what to do.
-_ADVICE = {
-    "READONLY": "It is a replica: name the primary, or the Sentinels that know it",
-    "OOM": "Its memory is full: free some, or raise maxmemory",
-    "MISCONF": "It cannot save to its disk: see its log",
-    "NOREPLICAS": "It has too few replicas (min-replicas-to-write)",
-}
-
-#: Errors of a login that is refused, and what to do.
-_LOGIN = "Correct the user and the password in its URL or its options"
-_NO_LOGIN = ("WRONGPASS", "NOAUTH", "invalid username-password pair", "Authentication required")
-
-#: The codes of the same errors by the words that are left when redis-py has removed the code.
-_WITHOUT_CODE = {
-    "read only replica": "READONLY",
-    "used memory > 'maxmemory'": "OOM",
-    "unable to persist": "MISCONF",
-    "Not enough good replicas": "NOREPLICAS",
-}
-
-
-def _advice(error: str) -> str:
-    codes = (*_ADVICE, *_WITHOUT_CODE)
-    code = next((code for code in codes if code in error), "")
-    return f". {_ADVICE[_WITHOUT_CODE.get(code, code)]}" if code else ""
-
-
-def advice(exc: Exception) -> str:
-    """Return the advice to add to an error of a Redis server; empty if there is none."""
-    if any(text in str(exc) for text in _NO_LOGIN):
-        return f". {_LOGIN}"
-    return acl_hint(exc) or _advice(str(exc))
-
-
-def with_advice(exc: Exception) -> str:
-    """Return an error of a server, and the advice about it."""
-    return f"{str(exc).rstrip('.')}{advice(exc)}"
-
-
-def acl_hint(exc: Exception) -> str:
-    """Return the advice to add to an error of a user who may not run a command; empty for any other error."""
-    if command := _command_of(str(exc)):
-        return f": grant +{command} (docs, Rights)"
-    # Redis before 7.2 does not name the command of a script.
-    return " (ACL LOG on the server names the command; docs, Rights)" if is_denied(exc) else ""
-
-
-_COMMAND = re.compile(r"no permissions to run the '([^']+)' command")
-
-
-def _command_of(error: str) -> str:
-    """Return the command that the user may not run according to an error; empty if the error names none."""
-    if "EXEC without MULTI" in error:  # the only trace in redis-py of a transaction whose MULTI was refused
-        return "multi"
-    found = _COMMAND.search(error)
-    return found[1].lower() if found else ""
-
-
-def is_denied(error: Exception | str) -> bool:
-    """Return whether the user lacks a right, by an error of a Redis server."""
-    return bool(_command_of(str(error))) or any(
-        text in str(error).lower()
-        # The errors of calls and of commands in scripts, from Redis 6.2 on.
-        for text in ("noperm", "no permissions to", "can't run this command", "can't access at least one of the keys")
-    )

@@ -10,15 +10,16 @@ from ... import __version__
 from ...beat.delivery import listed
 from ...beat.entries.statics import Statics, signature_of
 from ...beat.keys import Keys
+from ...beat.schedule import Schedule
 from ...beat.server_time import UNFIT_FROM
-from ...beat.status import MAX_LAG, PLAIN_BEAT, REDBEAT_LEADS, ScheduleStatus, counted
+from ...beat.status import MAX_LAG, NO_BEAT, REDBEAT_LEADS, SEE_LOG, ScheduleStatus, counted
 from ...beat.store.probe import STANDBY, refuses_writes, schedule_refusal
 from ...config import Config
 from ...connections import schedule_client
-from ..facts import AGAIN
+from ..facts import AGAIN, why_gone
 from ..leader import who
 from ..workers import refused_queues
-from .finding import Finding, Read
+from .finding import MOST_NAMED, Finding, Read
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -76,8 +77,7 @@ def _leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
     elif not state.works and state.is_unused and not app.conf.beat_schedule:
         yield Finding("fine", "beat", "no beat was ever started, and no entry needs one")
     elif not state.works:
-        text = f"{state.problem()}: singlebeat sends nothing until one is started. {PLAIN_BEAT}"
-        yield Finding("problem", "beat", text)
+        yield Finding("problem", "beat", f"{state.problem()}: {NO_BEAT}")
     elif state.is_shared:
         named = ", ".join("{host} (pid {pid}, since {since})".format_map(beat) for beat in state.standbys)
         text = f"{len(state.standbys)} beats share the work{named and ': '}{named}. A beat that dies is missing here"
@@ -97,7 +97,8 @@ def _leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
     elif state.redbeat_leads:
         yield Finding("warning", "beat", REDBEAT_LEADS)
     elif state.overdue:
-        yield Finding("problem", "beat", state.overdue_entries)
+        text = f"{state.overdue_entries}. {SEE_LOG}" if state.works and not schedule.refused else state.overdue_entries
+        yield Finding("problem", "beat", text)
 
 
 def _renewal(state: ScheduleStatus) -> Iterator[Finding]:
@@ -158,6 +159,20 @@ def _apps(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
             f'{advice}, or a name (Celery("shop")). An rrule without dtstart differs in each process'
         )
         yield Finding("warning", about, text)
+    elif here:
+        yield from _removed(app, statics, state)
+
+
+def _removed(app: Celery, statics: Statics, state: ScheduleStatus) -> Iterator[Finding]:
+    """Check for entries of ``beat_schedule`` that another program has removed; each term installs them only once."""
+    entries, names = Schedule(app), sorted(statics.removed() - state.quarantine.keys())
+    for name in names[:MOST_NAMED]:
+        text = f"it is in beat_schedule, and is not stored, so it does not run{why_gone(entries, name).rstrip('.')}"
+        text += ". Or let the next term install it: celery singlebeat resign"
+        yield Finding("problem", f"entry {name}", text)
+    if len(names) > MOST_NAMED:
+        text = f"more than these {MOST_NAMED} of beat_schedule are not stored (celery singlebeat resign)"
+        yield Finding("problem", "entries", text)
 
 
 def _statics_here(app: Celery) -> str:

@@ -11,9 +11,10 @@ from ...beat.delivery import queue_of
 from ...beat.entries.statics import owner_of
 from ...beat.lost_messages import MOST, Waiting, examine, queue_here, sent_to_another_broker
 from ...beat.status import counted
+from ...broker import is_one_broker, own_broker
 from ...config import Config
 from ...errors import SinglebeatError
-from ...locks import backend_of, worker_name
+from ...locks import backend_of
 from ...run_results import MESSAGE_LOST, RAN_ELSEWHERE
 from ..locks import locks_of, old, waiting
 from ..workers import delivery_of
@@ -45,7 +46,8 @@ def check_locks(app: Celery, schedule: Read) -> Iterator[Finding]:
             lock, how_many = stale[0].lock, what[len(stale) > 1].format(len(stale))
             text = (
                 f"{how_many}, such as task {lock.ref.task_id} ({lock.task}): {stale[0].reason}. Equal runs and calls "
-                "are refused meanwhile. To free them: celery singlebeat unlock --stale"
+                "are refused meanwhile: beat frees a lock when one of them meets it, unless singlebeat_lost_after is "
+                "None. To free all now: celery singlebeat unlock --stale"
             )
             yield Finding("problem", "locks", text)
     doubtful = [each for each in found if each.in_doubt]
@@ -58,7 +60,9 @@ def check_locks(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("warning", "locks", text)
     for text in islice((lock.unusable for _, _, lock in rows if lock.unusable), MOST_NAMED):
         yield Finding("problem", "locks", text)
-    yield from _unread(app, schedule, [lock for lock in waiting(rows) if queue_here(app, lock)])
+    over = {each.lock.ref for each in found if each.outcome}
+    open_ = (lock for lock in waiting(rows) if lock.ref not in over)
+    yield from _unread(app, schedule, [lock for lock in open_ if queue_here(app, lock)])
     if text := _run_of_another_broker(app, rows) or _message_of_another_broker(app, rows):
         text = f"{text}. {_SHARED}"
         yield Finding("problem", f"singleton_key_prefix {Config.of(app).singleton_key_prefix}", text)
@@ -88,13 +92,13 @@ def _unread(app: Celery, schedule: Read, locks: Sequence[Waiting]) -> Iterator[F
 
 def _run_of_another_broker(app: Celery, rows: Iterable[Row]) -> str:
     """Return that a worker of another broker holds a lock; empty if none does."""
-    brokers = defaultdict[str, set[str]](set)
+    brokers, own = defaultdict[str, set[str]](set), own_broker(app)
     for announced in backend_of(app).workers():
         hostname, _, broker = announced.partition(" ")
         brokers[hostname].add(broker)
     for _, record, lock in rows:
         others = brokers.get(lock.worker, set())
-        if lock.state == "running" and others and worker_name(app, lock.worker).partition(" ")[2] not in others:
+        if lock.state == "running" and others and not any(is_one_broker(own, other) for other in others):
             return (
                 f"worker {lock.worker}, which has another broker ({', '.join(sorted(others))}), holds the lock of task "
                 f"{lock.task_id} ({record.get('task', '')})"

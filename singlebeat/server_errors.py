@@ -1,0 +1,75 @@
+"""What to do about an error of a Redis server, by its words."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ("advice", "advice_of_writes", "denied_command", "is_denied", "with_advice")
+
+#: Errors that concern every write, and what to do.
+_ADVICE = {
+    "READONLY": "It is a replica: name the primary, or the Sentinels that know it",
+    "OOM": "Its memory is full: free some, or raise maxmemory",
+    "MISCONF": "It cannot save to its disk: see its log",
+    "NOREPLICAS": "It has too few replicas (min-replicas-to-write)",
+}
+
+#: Errors of a login that is refused, and what to do.
+_LOGIN = "Correct the user and the password in its URL or its options"
+_NO_LOGIN = ("WRONGPASS", "NOAUTH", "invalid username-password pair", "Authentication required")
+
+#: The codes of the same errors by the words that are left when redis-py has removed the code.
+_WITHOUT_CODE = {
+    "read only replica": "READONLY",
+    "used memory > 'maxmemory'": "OOM",
+    "unable to persist": "MISCONF",
+    "Not enough good replicas": "NOREPLICAS",
+}
+
+
+def advice_of_writes(error: str) -> str:
+    """Return the advice to add to an error that concerns every write; empty for any other error."""
+    codes = (*_ADVICE, *_WITHOUT_CODE)
+    code = next((code for code in codes if code in error), "")
+    return f". {_ADVICE[_WITHOUT_CODE.get(code, code)]}" if code else ""
+
+
+def advice(exc: Exception) -> str:
+    """Return the advice to add to an error of a Redis server; empty if there is none."""
+    if any(text in str(exc) for text in _NO_LOGIN):
+        return f". {_LOGIN}"
+    return _acl_hint(exc) or advice_of_writes(str(exc))
+
+
+def with_advice(exc: Exception) -> str:
+    """Return an error of a server with the advice about it; an error of our own may have that in its words already."""
+    text, hint = str(exc).rstrip("."), advice(exc)
+    return text if hint in text else f"{text}{hint}"
+
+
+def _acl_hint(exc: Exception) -> str:
+    """Return the advice to add to an error of a user who may not run a command; empty for any other error."""
+    if command := denied_command(str(exc)):
+        return f": grant +{command} (docs, Rights)"
+    # Redis before 7.2 does not name the command of a script.
+    return " (ACL LOG on the server names the command; docs, Rights)" if is_denied(exc) else ""
+
+
+_COMMAND = re.compile(r"no permissions to run the '([^']+)' command")
+
+
+def denied_command(error: str) -> str:
+    """Return the command that the user may not run according to an error; empty if the error names none."""
+    if "EXEC without MULTI" in error:  # the only trace in redis-py of a transaction whose MULTI was refused
+        return "multi"
+    found = _COMMAND.search(error)
+    return found[1].lower() if found else ""
+
+
+def is_denied(error: Exception | str) -> bool:
+    """Return whether the user lacks a right, by an error of a Redis server."""
+    return bool(denied_command(str(error))) or any(
+        text in str(error).lower()
+        # The errors of calls and of commands in scripts, from Redis 6.2 on.
+        for text in ("noperm", "no permissions to", "can't run this command", "can't access at least one of the keys")
+    )
