@@ -425,7 +425,7 @@ class _Sending:
             if outcome is not None:
                 waits_for = outcome.ticket.waits_for
                 if outcome.replacing is not None and holder is not None:
-                    call, waits_for = outcome.replacing, holder if holder.state == "running" else None
+                    call, waits_for = outcome.replacing, holder if holder.state != "queued" else None
                     only = Verdict.WAITING if waits_for else Verdict.ACQUIRED
                 elif message.call is not None and outcome.lock is not None and not _is_unusable(holder):
                     call, only = message.call, holder.verdict if holder else only

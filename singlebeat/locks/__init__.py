@@ -15,6 +15,8 @@ state   its holder                it lasts, without a renewal
 queued  the message of a call     ``singlebeat_queued_ttl`` plus its countdown, and no longer than the message:
                                   beat frees it if the message is lost
 running one delivery of it        ``singlebeat_lock_lease``; its worker renews it
+timed   a call (``until_expired``) ``lock_expiry``, or until it is unlocked: no message or run frees it
+        or a program (``lock``)
 ======= ========================= ==========================================================================
 
 Four keys belong to a lock. ``<lock>`` is the record itself; ``<lock>:next`` is the place of the one call that waits

@@ -276,14 +276,14 @@ def _check_backend(task: LockableTask, overlap: Overlap) -> None:
 def _call(
     task: LockableTask, ref: Ref, args: Arguments | None, kwargs: NamedArguments | None, options: Options
 ) -> Call:
-    wait, expiry = task.time_to_start(options), task.effective_lock_expiry
+    wait, expiry, state = task.time_to_start(options), task.effective_lock_expiry, "queued"
     if task.lock == LockMode.UNTIL_EXPIRED and expiry:
-        wait = expiry
+        wait, state = expiry, "timed"
     entry = entry_of(options.get("headers") or {})
     broker = _broker_of(task.app, options)
     sent = note(ref, broker=broker, queue="", delay=0.0) if options.get("exchange") else note_of_broker(broker)
     shown = readable(args or (), kwargs or {}, options, app=task.app, task=task.name)
-    return Call(ref, task.name, shown, wait, expiry, entry=entry, note=sent)
+    return Call(ref, task.name, shown, wait, expiry, entry=entry, note=sent, state=state)
 
 
 def _broker_of(app: Celery, options: Options) -> str:

@@ -79,7 +79,7 @@ UNTIL_UNLOCKED = 100 * 365 * 86_400.0
 class Verdict(StrEnum):
     """The answer of a lock's server."""
 
-    ACQUIRED = "acquired"  #: the lock is queued under our task id
+    ACQUIRED = "acquired"  #: the lock is queued or timed under our task id
     WAITING = "waiting"  #: our task id waits in the place behind the holder
     RUNNING = "running"  #: our task id holds the lock, and its run has started
     STARTED = "started"  #: our run holds the lock
@@ -107,7 +107,7 @@ class Renewal(StrEnum):
     """The outcome of a worker's renewal of a lock."""
 
     RUNNING = "running"  #: renewed, and held by this delivery of the message
-    QUEUED = "queued"  #: renewed; the message has not started yet
+    QUEUED = "queued"  #: renewed; no run holds the lock
     OVER = "over"  #: the run ended or handed its lock over
     LOST = "lost"  #: the lock expired, or another call or delivery holds it
 
@@ -118,7 +118,7 @@ class Holder:
 
     verdict: Verdict
     task_id: str
-    state: str  #: ``queued`` or ``running``
+    state: str  #: ``queued``, ``running`` or ``timed``
     since: datetime | None  #: when the state began, in UTC
     fence: int  #: the fencing number of the run: rises from run to run
     ttl: float  #: seconds until the lock ends unless it is renewed
@@ -308,6 +308,7 @@ class Call:
     if_held: IfHeld = IfHeld.LEAVE
     entry: str = ""  #: name of the schedule's entry that sends it, for people; empty: a program sends it
     note: str = ""  #: for the search for lost messages; empty: none
+    state: str = "queued"  #: of its lock; ``timed`` if only time, or an unlock, ends the lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,7 +470,7 @@ class BaseBackend(ABC):
         Args:
             expiry: seconds until the lock ends in any case; None: the lock stays until it is unlocked.
         """
-        call = Call(Ref(lock, task_id), "", "", expiry or UNTIL_UNLOCKED, expiry)
+        call = Call(Ref(lock, task_id), "", "", expiry or UNTIL_UNLOCKED, expiry, state="timed")
         return self.acquire_many([call])[0].verdict in {Verdict.ACQUIRED, Verdict.RUNNING}
 
     @abstractmethod

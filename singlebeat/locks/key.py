@@ -43,7 +43,7 @@ NamedArguments = Mapping[str, object]
 #: tables. There are more fields, which may change.
 LOCK_FIELDS: Mapping[str, str] = {
     "id": "The id of the task that holds the lock.",
-    "state": "``queued`` or ``running``.",
+    "state": "``queued``: for its message; ``running``; ``timed``: for a fixed time, or until it is unlocked.",
     "task": "The name of the task.",
     "args": "The arguments of the call, for people.",
     "entry": "The entry that has sent the call; empty: a program has sent it.",

@@ -94,7 +94,7 @@ class MemoryBackend(BaseBackend):
         by_itself = self._live(turn.key)
         in_turn = by_itself is not None and by_itself.task_id != ref.task_id
         if waiting and waiting.task_id == ref.task_id:
-            if call.if_held is not IfHeld.REPLACE or in_turn or (holder and holder.state == "running"):
+            if call.if_held is not IfHeld.REPLACE or in_turn or (holder and holder.state != "queued"):
                 self._put(behind.key, replace(waiting, if_held=call.if_held, uncut=uncut), call.ttl)
                 return self._holder(Verdict.WAITING, ref)
             del self._records[behind.key]
@@ -124,7 +124,7 @@ class MemoryBackend(BaseBackend):
         for ended in (ref.generation, REPLACED):
             self._done.get(ref.key, {}).pop((ref.task_id, ended), None)
         until = now + call.expiry if call.expiry else None
-        owner = (ref.task_id, ref.generation, "queued", "")
+        owner = (ref.task_id, ref.generation, call.state, "")
         record = _Record(*owner, 0, call.task, call.arguments, now, now, until, "", call.if_held, call.entry)
         record = replace(record, uncut=uncut, taken=taken)
         self._put(behind.key if must_wait else ref.key, record, call.ttl)
@@ -258,8 +258,8 @@ class MemoryBackend(BaseBackend):
         if record.state == "running" and record.nonce != ref.nonce:
             return Renewal.LOST
         left = record.expires - self._clock()
-        self._put(ref.key, record, max(lease, left) if record.state == "queued" else lease)
-        return Renewal(record.state)
+        self._put(ref.key, record, lease if record.state == "running" else max(lease, left))
+        return Renewal.RUNNING if record.state == "running" else Renewal.QUEUED
 
     def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
         """Promise a run's lock to its own retry, for when the run ends."""
@@ -286,10 +286,10 @@ class MemoryBackend(BaseBackend):
         if record and not ours and (record.task_id, promised) == (ref.task_id, ref.generation):
             record = self._records[ref.key] = replace(record, promised=None)
         holds = ours and record is not None and record.state == "running" and record.nonce == ref.nonce
-        queued = ours and record is not None and record.state == "queued"
-        if remember_for > 0 and (holds or (ran and (queued or not ours))):
+        unstarted = ours and record is not None and record.state != "running"
+        if remember_for > 0 and (holds or (ran and (unstarted or not ours))):
             self._remember(ref.key, ref.task_id, ref.generation, remember_for)
-        if record is None or not (holds or queued):
+        if record is None or not (holds or unstarted):
             return
         if holds and record.promised:
             self._hand_over(ref.key, replace(record, payload="", promised=None), *record.promised)

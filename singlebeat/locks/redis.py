@@ -438,7 +438,8 @@ def _requests(refs: Sequence[Ref]) -> list[tuple[str, str, str]]:
 def _row(call: Call, only: str = "", note: str = "") -> tuple[str | int, ...]:
     """Return a call as ``acquire.lua`` takes it."""
     owner, times = (call.ref.task_id, str(call.ref.generation)), (_ms(call.ttl), _ms(call.expiry))
-    return (*owner, *times, call.task, call.arguments, call.payload, call.if_held, call.entry, only, note or call.note)
+    shown, about = (call.task, call.arguments), (call.entry, only, note or call.note, call.state)
+    return (*owner, *times, *shown, call.payload, call.if_held, *about)
 
 
 def holder_of(reply: Sequence[Any]) -> Holder:

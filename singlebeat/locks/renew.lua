@@ -12,7 +12,7 @@
 --
 -- returns  JSON, one word for each request:
 --          running  renewed; this delivery is the run that holds the lock
---          queued   renewed; the message has not started yet
+--          queued   renewed; no run holds the lock
 --          over     this generation has ended or has handed its lock over: nothing to renew
 --          lost     the lock expired, or another id, generation or delivery holds it
 --
@@ -39,7 +39,7 @@ local function renew(lock, done, id, gen, nonce, note)
   end
 
   local ttl = lease
-  if state == "queued" then
+  if state ~= "running" then
     ttl = math.max(ttl, redis.call("PTTL", lock))
   end
   if record[5] and numbers(nil, {record[5]}) then
@@ -52,10 +52,10 @@ local function renew(lock, done, id, gen, nonce, note)
   elseif state == "running" then
     redis.pcall("HSET", lock, "renewed", string.format("%.0f", now))
   end
-  if note ~= "" and state == "queued" then
+  if note ~= "" and state ~= "running" then
     redis.pcall("HSET", lock, "sent", note)
   end
-  return state
+  return state == "running" and state or "queued"
 end
 
 local replies = {}

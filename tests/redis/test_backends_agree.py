@@ -67,6 +67,7 @@ def acquire(draw: st.DrawFn) -> Ask:
                 expiries,
                 payloads,
                 st.sampled_from([IfHeld.LEAVE, *IfHeld]),
+                state=st.sampled_from(["queued", "queued", "queued", "timed"]),
             ).map(lambda call: replace(call, entry=entry_of(call.ref))),
             min_size=1,
             max_size=2,
