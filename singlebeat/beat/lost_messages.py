@@ -23,7 +23,7 @@ from ..config import Config
 from ..errors import ConfigError, LockBackendError
 from ..locks import backend_of, new_backend, worker_name
 from ..locks.acquire import UNSENT_TTL
-from ..locks.base import RUN_HEADER, BaseBackend, Ref, read_generation
+from ..locks.base import LONGEST_WAIT, RUN_HEADER, BaseBackend, Ref, read_generation
 from ..locks.key import behind_key, is_turn_key, suspects_key
 from ..log import Log
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, record_end_of_message
@@ -67,6 +67,9 @@ RESULTS_TIMEOUT = 10.0
 #: Seconds after its last answer in which a worker that does not announce itself must answer again; less if
 #: ``singlebeat_lost_after`` is less.
 SEEN_FOR = 20.0
+
+#: Seconds after which a message that waits for its turn has asked for its lock again, or is lost.
+ASKED_AGAIN = 2 * LONGEST_WAIT
 
 #: Seconds from which a time in the future means that the server's clock was set back; less is an inaccuracy.
 AHEAD_FROM = 1.0
@@ -115,8 +118,8 @@ class Waiting:
     broker: str  #: the name of the broker that it was sent to; empty if unknown
     entry: str  #: that has sent the run; empty if unknown
     delay: float  #: seconds that the message had to wait before it could start; 0 if unknown
-    worker: str  #: that has renewed the lock last
-    renewed: float | None  #: seconds since the last renewal; None if that says nothing about this message
+    worker: str  #: that has renewed the lock last; empty if the message has asked for the lock since then
+    renewed: float | None  #: seconds since the last renewal or try; None if that says nothing about this message
     is_joined: bool = False  #: it has the arguments of calls that have joined it
     is_ahead: bool = False  #: its queued time lies in the future: the clock of the locks' server was set back since
 
@@ -316,7 +319,9 @@ def _living(announced: Mapping[str, float], config: Config) -> set[str]:
 def may_yet_start(lock: Waiting, config: Config) -> str:
     """Return why the message of a lock may yet start, by the lock's record; empty if the message is overdue."""
     patience = config.singlebeat_lost_after or PAUSE
-    if lock.renewed is not None and lock.renewed < config.singlebeat_lock_lease:
+    if lock.renewed is not None and lock.renewed < max(config.singlebeat_lock_lease, ASKED_AGAIN):
+        if not lock.worker:
+            return f"its message asked for the lock {lock.renewed:.0f} s ago, and asks again"
         return f"worker {lock.worker} has its message, and renewed the lock {lock.renewed:.0f} s ago"
     if lock.is_ahead:
         if lock.delay or lock.left > config.singlebeat_queued_ttl + AHEAD_FROM:

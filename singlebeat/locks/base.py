@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = (
     "HEADER",
+    "LONGEST_WAIT",
     "MOST_WAITS",
     "RUN_HEADER",
     "BaseBackend",
@@ -62,6 +63,9 @@ DEATH_HEADERS = ("x-death", "x-first-death-", "x-last-death-")
 
 #: Upper bound for the count of a message's waits; its delay reaches the maximum earlier.
 MOST_WAITS = 10
+
+#: Seconds of the longest wait of a message whose lock another call holds, until it asks again.
+LONGEST_WAIT = 5.0
 
 #: Most characters of a key in a message that the history keeps; of a longer key, the middle is left out.
 LONGEST_SHOWN = 84

@@ -50,7 +50,7 @@ LOCK_FIELDS: Mapping[str, str] = {
     "since": "Since when the lock is in this state, in milliseconds since 1970.",
     "fence": "The fencing number of the run.",
     "worker": "The worker that has renewed the lock last.",
-    "renewed": "When that was, in milliseconds since 1970.",
+    "renewed": "When that was, or when its waiting message asked for it last, in milliseconds since 1970.",
     "sent": "JSON with the ``broker`` of its message: transport, host, port, virtual host; and more, which may change.",
 }
 

@@ -189,6 +189,8 @@ class MemoryBackend(BaseBackend):
                     kept = by_itself if by_itself and is_in_turn else new
                     self._put(turn.key, replace(kept, generation=ref.generation), turn_ttl)
                     held_for = max(0.001, now - holder.since.timestamp()) if holder.since else 0.001
+                elif turn_ttl and place and is_behind:
+                    self._put(behind.key, place, max(turn_ttl, place.expires - now))
                 return replace(holder, waits_since=since, held_for=held_for)
             if record and record.generation > ref.generation:
                 return self._holder(Verdict.STALE, ref)

@@ -3,7 +3,7 @@
 -- KEYS[1...]  two for each request:
 --             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload; worker and
 --                       renewed (ms): the worker and time of the last renewal, the time alone for a run of another
---                       program; sent: a note of the sender, JSON
+--                       program, and as in begin; sent: a note of the sender, JSON
 --             done      zset: "id:generation" of runs that ended under this lock recently, by time (ms)
 -- ARGV[1]  lease_ms  ms that a lock outlives the worker
 -- ARGV[2]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message, note of

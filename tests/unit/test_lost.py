@@ -47,6 +47,10 @@ def reason(**fields: Any) -> str:
             id="taken",
         ),
         pytest.param({"worker": "w", "renewed": str(NOW - 31_000)}, "", id="taken by a worker that is gone"),
+        pytest.param(
+            {"renewed": str(NOW - 9_000)}, "its message asked for the lock 9 s ago, and asks again", id="one that waits"
+        ),
+        pytest.param({"renewed": str(NOW - 31_000)}, "", id="one that has not asked again"),
         pytest.param({"worker": "w", "renewed": str(NOW - 61_000)}, "", id="taken before it was queued again"),
     ],
 )
@@ -69,6 +73,17 @@ def test_a_message_in_another_broker_is_left_to_that_one():
 
 
 AHEAD = {"since": str(NOW + 18_000_000), "ttl": str(18_000 + 3_600)}
+
+
+@pytest.mark.parametrize(("renewed", "is_late"), [(9, False), (11, True)])
+def test_a_message_that_waits_is_not_late_before_it_asks_again(renewed, is_late):
+    """Also where a lease is shorter than the pause between two tries."""
+    app = Celery(set_as_current=False)
+    app.conf.singlebeat_lock_lease = 2.0
+
+    found = may_yet_start(waiting(renewed=str(NOW - renewed * 1000)), Config.of(app))
+
+    assert not found if is_late else "asks again" in found
 
 
 @pytest.mark.parametrize(
