@@ -428,7 +428,12 @@ class BaseBackend(ABC):
 
     @abstractmethod
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
-        """Renew the locks of live requests, in one round trip."""
+        """Renew the locks of live requests, in one round trip.
+
+        Args:
+            lease: seconds that the locks outlive the worker; 0: they last as long as before, and a backend may record
+                that their messages live.
+        """
 
     def note_sent(self, sent: Mapping[Ref, str], *, lease: float) -> None:
         """Renew the locks of sent messages; a backend may store the note on where each message went."""

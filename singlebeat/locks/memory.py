@@ -259,8 +259,9 @@ class MemoryBackend(BaseBackend):
             return Renewal.LOST
         if record.state == "running" and record.nonce != ref.nonce:
             return Renewal.LOST
-        left = record.expires - self._clock()
-        self._put(ref.key, record, lease if record.state == "running" else max(lease, left))
+        if lease:
+            left = record.expires - self._clock()
+            self._put(ref.key, record, lease if record.state == "running" else max(lease, left))
         return Renewal.RUNNING if record.state == "running" else Renewal.QUEUED
 
     def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary
 
 from celery.worker.state import revoked, revoked_stamps
 
@@ -42,8 +43,8 @@ GATE_PAUSE = 10.0
 #: Seconds after which a call that failed is repeated.
 RETRY_AFTER = 0.5
 
-#: Seconds between two checks whether messages that wait in this worker were revoked.
-REVOKED_AFTER = 1.0
+#: Seconds between two checks of the messages that wait in this worker: which were revoked, and which have come.
+CHECKED_AFTER = 1.0
 
 #: Maximum number of ends of runs that are remembered while the server is unreachable.
 MOST_ENDS = 10_000
@@ -88,6 +89,7 @@ class Renewer:
         self.backend = new_backend(app, own_connections=True)
         self._gate = new_backend(app, own_connections=True)
         self._requests: WeakValueDictionary[int, Request] = WeakValueDictionary()
+        self._new: deque[tuple[float, ReferenceType[Request]]] = deque()  #: since when each is here (monotonic, in s)
         self._finished: SimpleQueue[_End] = SimpleQueue()
         self._handovers: SimpleQueue[_Handover] = SimpleQueue()
         self._wake: SimpleQueue[SimpleQueue[None] | None] = SimpleQueue()
@@ -120,6 +122,7 @@ class Renewer:
     def track(self, request: Request) -> None:
         """Renew the lock of a request from now on."""
         self._requests[id(request)] = request
+        self._new.append((time.monotonic(), weakref.ref(request)))
         self.start()
 
     def forget(self, request: Request) -> None:
@@ -203,19 +206,21 @@ class Renewer:
     def _run(self) -> None:
         due, renewed = 0.0, False
         while True:
-            soon = [due, *(end.due for end in self._later)]
-            if self._requests:
-                soon.append(time.monotonic() + REVOKED_AFTER)
+            # Not only if there are requests: a wake-up for each that comes would slow down the event loop.
+            soon = [due, time.monotonic() + CHECKED_AFTER, *(end.due for end in self._later)]
             waiting = self._wait(max(0.0, min(soon) - time.monotonic()))
             try:
                 self._free_revoked()
                 self._work_off()
+                waits = self._waiting_anew()
                 if time.monotonic() >= due or not self.answers():
                     due = time.monotonic() + self.lease / RENEWALS_PER_LEASE
-                    self._renew()
+                    self._renew(self._living())
                     self._announce()
                     self._gate_closed_until = 0.0
                     renewed = True
+                elif waits:
+                    self._renew(waits)
                 # A server may renew locks but refuse to free them: then ends of runs are still to be sent.
                 if self.failing and renewed and not self._later:
                     self.failing = False
@@ -280,10 +285,25 @@ class Renewer:
         # valuerefs() copies in one step: requests come and go in other threads meanwhile.
         return [request for weak in self._requests.valuerefs() if (request := weak()) is not None]
 
-    def _renew(self) -> None:
-        held = [(request, ref) for request in self._living() for ref in request.renewed()]
+    def _waiting_anew(self) -> list[Request]:
+        """Return the requests that have come since the last call, and still wait here after a moment.
+
+        Without a renewal, the search for lost messages would take those that a rate limit holds back for lost: Celery
+        keeps them where no question to the worker finds them.
+        """
+        found: list[Request] = []
+        while self._new and self._new[0][0] <= time.monotonic() - CHECKED_AFTER:
+            request = self._new.popleft()[1]()
+            if request is not None and id(request) in self._requests and request.time_start is None:
+                found.append(request)
+        return found
+
+    def _renew(self, requests: Sequence[Request]) -> None:
+        held = [(request, ref) for request in requests for ref in request.renewed()]
         renewals = self.backend.renew_many([ref for _, ref in held], lease=self.lease)
-        for (request, ref), renewal in zip(held, renewals, strict=True):
+        shown = [(request, ref) for request in requests for ref in request.shown_alive()]
+        renewals += self.backend.renew_many([ref for _, ref in shown], lease=0)
+        for (request, ref), renewal in zip(held + shown, renewals, strict=True):
             if request.ticket is None or ref.key != request.ticket.key:
                 continue  # the lock of a message in the queue ends with its start
             if renewal is Renewal.QUEUED and request.time_start is not None:

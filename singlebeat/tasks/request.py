@@ -192,13 +192,24 @@ class Request(celery_request.Request):  # type: ignore[misc]
 
     def renewed(self) -> Sequence[Ref]:
         """Return the locks to renew; of a queued message with an expiry, only its turn."""
-        ticket = self.ticket
-        if ticket is None or (self._given_up and not self._given_to_pool):
+        if (ticket := self._held) is None:
             return ()
         turn = (ticket.turn,) if ticket.turn is not None else ()
-        if self.expires is None or self.time_start is not None:
+        if not self._ends_with_message:
             return (*ticket.refs, *turn)
         return turn if self.expires > datetime.now(UTC) else ()
+
+    def shown_alive(self) -> Sequence[Ref]:
+        """Return the locks of a queued message with an expiry: they are not renewed, as they end with the message."""
+        return self._held.refs if self._held is not None and self._ends_with_message else ()
+
+    @property
+    def _held(self) -> Ticket | None:
+        return None if self._given_up and not self._given_to_pool else self.ticket
+
+    @property
+    def _ends_with_message(self) -> bool:
+        return self.expires is not None and self.time_start is None
 
     def give_up_if_revoked(self) -> bool:
         """Return True once if the request was revoked while it waits here; Celery drops it only at its ETA."""

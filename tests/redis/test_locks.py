@@ -1248,6 +1248,20 @@ def test_a_message_that_waits_in_a_worker_is_renewed_and_never_shortened(backend
     assert lives(QUEUED_TTL * 2)
 
 
+@pytest.mark.parametrize(("state", "renewal"), [("queued", Renewal.QUEUED), ("running", Renewal.RUNNING)])
+def test_a_renewal_without_a_lease_only_shows_that_the_message_lives(backend, redis, lives, state, renewal):
+    acquire(backend, ttl=2 * SLACK)
+    if state == "running":
+        begin(backend, lease=2 * SLACK)
+    backend.worker = "w1"
+
+    assert backend.renew_many([RUN], lease=0) == [renewal]
+
+    assert lives(2 * SLACK)
+    assert redis.hget(LOCK, "worker") == "w1"
+    assert int(redis.hget(LOCK, "renewed")) >= int(redis.hget(LOCK, "since"))
+
+
 def test_a_copy_cannot_renew_the_lock_of_the_run(backend, lives):
     begin(backend)
 

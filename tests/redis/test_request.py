@@ -302,7 +302,7 @@ def test_a_key_that_no_server_takes_spoils_no_other_lock_of_its_worker(
 
     hostile = deliver(bad, [key], id=task_id, **told)
     hostile.time_start = time.time()
-    renewer._renew()
+    renewer._renew(renewer._living())
 
     assert redis.pttl(run.ticket.key) > 1000
     hostile.acknowledged = True
@@ -446,7 +446,7 @@ def test_an_unreadable_lock_does_not_stop_the_renewal_of_others(app, deliver, re
         request.time_start = time.time()
     redis.set(done_key(spoiled.ticket.key), "no zset")
 
-    renewer._renew()
+    renewer._renew(renewer._living())
 
     assert redis.hget(other.ticket.key, "state") == "running", "it began while the server was away"
 
@@ -976,6 +976,22 @@ def test_a_returning_message_waits_for_a_quicker_equal_call(app, deliver, redis,
 
     skipped = how == "neither"
     assert (redis.llen("celery"), first.state) == ((0, states.REVOKED) if skipped else (1, states.PENDING))
+
+
+@pytest.mark.parametrize("expires", [None, 1000])
+def test_a_message_that_waits_in_a_worker_soon_shows_that_it_lives(app, deliver, redis, expires):
+    """Of a task with a rate limit, the search for lost messages sees it nowhere else."""
+    app.conf.singlebeat_lock_lease = 3000.0  # the next renewal of all is long after the test
+    task = task_of(app)
+    locks = [task.generate_lock(task.name, [user]) for user in "ab"]
+    renewer_of(app).serve("w", name="")
+    requests = []
+    for user, lock in zip("ab", locks, strict=True):
+        task.apply_async([user], expires=expires)
+        requests.append(deliver(task))
+        wait_until(lambda lock=lock: redis.hget(lock, "renewed"), timeout=30, what="a sign of life")
+
+    assert redis.ttl(locks[1]) <= (expires or 3600)
 
 
 @pytest.mark.parametrize("expires", [None, 1000])
