@@ -410,20 +410,22 @@ class BaseBackend(ABC):
         """
 
     @abstractmethod
-    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float, note: str = "") -> bool:
         """Hand a run's lock over to a waiting message of the same task id; return False if the lock was lost.
 
         Args:
             to: that message, of the same or a higher generation, and with an empty nonce.
+            note: on that message, for the search for lost messages; empty: none.
         """
 
     @abstractmethod
-    def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
+    def promise(self, run: Ref, *, to: Ref | None, ttl: float, note: str = "") -> bool:
         """Promise a run's lock to its own retry, for when the run ends; return False if the lock was lost.
 
         Args:
             to: the retry; None takes the promise back.
             ttl: seconds that the lock may then wait for the start of the retry.
+            note: on the retry, for the search for lost messages; empty: none.
         """
 
     @abstractmethod

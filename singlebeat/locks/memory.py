@@ -232,7 +232,7 @@ class MemoryBackend(BaseBackend):
     def _started(self, ref: Ref) -> Holder:
         return replace(self._holder(Verdict.STARTED, ref), payload=self._records[ref.key].payload)
 
-    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float, note: str = "") -> bool:
         """Hand a run's lock over to a waiting message of the same task id."""
         with self._mutex:
             record = self._live(ref.key)
@@ -264,7 +264,7 @@ class MemoryBackend(BaseBackend):
             self._put(ref.key, record, lease if record.state == "running" else max(lease, left))
         return Renewal.RUNNING if record.state == "running" else Renewal.QUEUED
 
-    def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
+    def promise(self, run: Ref, *, to: Ref | None, ttl: float, note: str = "") -> bool:
         """Promise a run's lock to its own retry, for when the run ends."""
         with self._mutex:
             record = self._live(run.key)

@@ -245,9 +245,9 @@ class RedisBackend(BaseBackend):
             raise UnusableLockError(unusable(ref.key, holder.reason))
         return holder
 
-    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float, note: str = "") -> bool:
         """Hand a run's lock over to a waiting message of the same task id."""
-        args = (ref.task_id, ref.nonce, str(to.generation), _ms(ttl), _ms(remember_for))
+        args = (ref.task_id, ref.nonce, str(to.generation), _ms(ttl), _ms(remember_for), note)
         return holder_of(self._run("rotate", (ref.key, done_key(ref.key)), args)).verdict is Verdict.ROTATED
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
@@ -262,9 +262,9 @@ class RedisBackend(BaseBackend):
         rows = [(*request, note) for request, note in zip(_requests(refs), notes, strict=True)]
         return [Renewal(reply) for reply in self._run_many("renew", refs, _ms(lease), rows=rows, last=(self.worker,))]
 
-    def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
+    def promise(self, run: Ref, *, to: Ref | None, ttl: float, note: str = "") -> bool:
         """Promise a run's lock to its own retry, for when the run ends."""
-        args = (run.task_id, run.nonce, str(to.generation) if to else "", _ms(ttl))
+        args = (run.task_id, run.nonce, str(to.generation) if to else "", _ms(ttl), note)
         return bool(self._run("promise", (run.key,), args))
 
     def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> None:

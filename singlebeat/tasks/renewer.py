@@ -70,6 +70,7 @@ class _Handover(NamedTuple):
     run: Ref
     successor: Ref
     ttl: float  #: seconds that the message may wait for its start
+    note: str
 
 
 class Renewer:
@@ -140,26 +141,27 @@ class Renewer:
         self._finished.put(_End(time.monotonic() + after, ticket, ran))
         self._wake.put(None)
 
-    def hand_over(self, request: Request, successor: Ref, *, at_once: bool = False, ttl: float | None = None) -> None:
+    def hand_over(self, request: Request, successor: Ref, *, ttl: float, note: str = "", at_once: bool = False) -> None:
         """Hand the lock of a request over to a waiting message: its retry, or the same message after a requeue.
 
         Args:
+            ttl: seconds that the message may wait for its start.
+            note: on the retry, as in ``rotate``.
             at_once: hand over before this method returns, unless the locks' server does not answer.
-            ttl: seconds that the message may wait for its start; None for the wait of a message without countdown.
         """
-        ttl = self.remember_for if ttl is None else ttl
         self._requests.pop(id(request), None)
         if request.ticket is None:
             return
+        handover = _Handover(request.ticket.run, successor, ttl, note)
         if at_once and self.answers():
             try:
-                self._gate.rotate(request.ticket.run, to=successor, ttl=ttl, remember_for=self.remember_for)
+                self._rotate(self._gate, handover)
             except LockBackendError:
                 self.note_failure()
             else:
                 return
         if self._handovers.qsize() < MOST_ENDS:
-            self._handovers.put(_Handover(request.ticket.run, successor, ttl))
+            self._handovers.put(handover)
             self._wake.put(None)
 
     def call_later(self, seconds: float, do: Callable[[], None]) -> None:
@@ -251,9 +253,7 @@ class Renewer:
         while not self._handovers.empty():
             handover = self._handovers.get_nowait()
             try:
-                self.backend.rotate(
-                    handover.run, to=handover.successor, ttl=handover.ttl, remember_for=self.remember_for
-                )
+                self._rotate(self.backend, handover)
             except LockBackendError:
                 self._handovers.put(handover)
                 raise
@@ -269,6 +269,10 @@ class Renewer:
             self.backend.finish_many(refs, remember_for=self.remember_for, ran=has_run)
         self.backend.finish_many([ref for end in over for ref in end.ticket.refs[1:]], remember_for=self.remember_for)
         self._later = later
+
+    def _rotate(self, backend: BaseBackend, handover: _Handover) -> None:
+        run, successor, ttl, note = handover
+        backend.rotate(run, to=successor, ttl=ttl, remember_for=self.remember_for, note=note)
 
     def _free_revoked(self) -> None:
         """Free the locks of messages that were revoked while they wait in this worker, for an ETA or a retry."""

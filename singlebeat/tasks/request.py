@@ -20,8 +20,8 @@ from kombu.utils.uuid import uuid
 from ..broker import own_broker
 from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
-from ..locks import time_to_start
-from ..locks.acquire import note_of_broker, unlocked_ticket
+from ..locks import delay_of, time_to_start
+from ..locks.acquire import note, note_of_broker, unlocked_ticket
 from ..locks.base import HEADER, Ref, Ticket, entry_of
 from ..locks.key import check_sendable, readable
 from ..locks.modes import overlap_for
@@ -303,7 +303,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
         # Also for a message that could not start: a server that hung may still grant its lock.
         if self.ticket is not None:
             self._over = True
-            renewer_of(self.app).hand_over(self, replace(self.ticket.run, nonce=""), at_once=at_once)
+            renewer = renewer_of(self.app)
+            renewer.hand_over(self, replace(self.ticket.run, nonce=""), ttl=renewer.remember_for, at_once=at_once)
 
     def terminate(self, pool: BasePool, signal: str | int | None = None) -> None:
         """End the run by a signal to its process, and check soon for its death, which Celery may notice 5 s late.
@@ -390,8 +391,10 @@ class Request(celery_request.Request):  # type: ignore[misc]
             exc = exc_info.exception
             when = getattr(exc.exc if isinstance(exc, ExceptionWithTraceback) else exc, "when", None)
             renewer = renewer_of(self.app)
-            ttl = time_to_start({"eta": when}, queued_ttl=renewer.remember_for, now=datetime.now(UTC))
-            renewer.hand_over(self, self.ticket.successor().run, ttl=ttl)
+            options, now, retry = {"eta": when, "expires": self.expires}, datetime.now(UTC), self.ticket.successor().run
+            ttl = time_to_start(options, queued_ttl=renewer.remember_for, now=now)
+            sent = note(retry, broker=own_broker(self.app), delay=delay_of(options, now))
+            renewer.hand_over(self, retry, ttl=ttl, note=sent)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
         """Handle a time limit; the hard limit ends the run."""

@@ -559,14 +559,16 @@ def test_a_call_that_rabbitmq_delays_is_never_called_lost(rabbit, celery, oracle
     with stage.app() as app:
         single, call = app.tasks[SINGLE], ("one", 60)
         first = single.delay(*call)
+        later = single.apply_async(("later",), countdown=600, expires=3000)
         oracle.wait_started(1, "one", timeout=60)
         second = single.apply_async(call, overlap="buffer_one")
-        place = behind_key(single.generate_lock(SINGLE, call))
+        places = [behind_key(single.generate_lock(SINGLE, call)), single.generate_lock(SINGLE, ["later"])]
         worker.wait_for(rf"{second.id}\] waits for its turn", count=6, timeout=60)  # each pause is longer than the last
 
-        assert not LostMessages(app).search(backend_of(app), [place])
+        assert not LostMessages(app).search(backend_of(app), places)
 
         assert single.apply_async(call, overlap="buffer_one") == second
+        assert single.delay("later") == later
         oracle.let_go("one")
         oracle.wait_started(2, "one", timeout=60)
         oracle.let_go("one")

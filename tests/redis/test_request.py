@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -130,6 +131,53 @@ def test_the_lock_of_a_plain_task_waits_for_its_retry_with_the_countdown(app, de
 
     assert redis.hmget(lock, "state", "gen") == ["queued", "1"]
     assert seconds - 300 < redis.pttl(lock) / 1000 <= seconds
+
+
+def why_not_late(app: Celery, redis: Any, lock: str) -> str:
+    """Return why the message of a lock may yet start though it was queued a minute ago."""
+    redis.hincrby(lock, "since", -60_000)
+    ((_, record),) = backend_of(app).read([lock])
+    return lost.may_yet_start(lost.Waiting.of(lock, record), Config.of(app))
+
+
+@pytest.mark.parametrize("key", ["", "SINGLETONLOCK_own"], ids=["", "lock_and_run"])
+@pytest.mark.parametrize("options", [{"lock_expiry": 3000}, {}], ids=["lock_expiry", "expires"])
+def test_a_call_with_a_countdown_is_not_late_before_its_time(app, redis, options, key):
+    """Neither ``expires`` nor ``lock_expiry``, which end the lock early, hide that it has to wait."""
+    task = task_of(app, **options)
+    given = {"countdown": 600, **({} if options else {"expires": 3000})}
+    if key:
+        task.lock_and_run(key, args=["a"], **given)
+    else:
+        task.apply_async(["a"], **given)
+
+    said = why_not_late(app, redis, key or task.generate_lock(task.name, ["a"]))
+
+    assert re.fullmatch(r"its message counts as late only after 6(30|29\.\d+) s", said)
+
+
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_retry_with_a_countdown_is_not_late_before_its_time(app, deliver, redis, base):
+    """It is in the worker, which shows that it lives, or in the broker, which may delay it."""
+    task = app.task(retries_later, name="app.later", bind=True, base=base, shared=False)
+    task_id, lock = uuid(), "SINGLETONLOCK_a"
+
+    started(deliver(task, [], id=task_id, expires=later(3000), **{HEADER: {"id": task_id, "key": lock}}))
+    renewer_of(app).flush()
+
+    assert redis.hmget(lock, "state", "gen") == ["queued", "1"]
+    assert 2400 < redis.ttl(lock) <= 3000
+    assert re.fullmatch(r"its message counts as late only after 6(30|29\.\d+) s", why_not_late(app, redis, lock))
+
+
+def retries_later(self: Any) -> None:
+    """Retry in ten minutes."""
+    raise self.retry(countdown=600)
+
+
+def later(seconds: float) -> str:
+    """Return a time as messages have it."""
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
 
 
 # ---------------------------------------------------------------- messages that come back from a dead letter exchange
