@@ -51,6 +51,10 @@ PUT_BACK_AFTER = 1.0
 PUT_BACK_AFTER_ALARM = 30.0
 
 
+#: Seconds for which the lock of a requeued message lasts at least, so that it can be received again: it may expire now.
+REDELIVERED_WITHIN = 5.0
+
+
 class _Escaped(ExceptionInfo):  # type: ignore[misc]
     """An exception that has left Celery's tracer, in a pool without processes."""
 
@@ -303,8 +307,10 @@ class Request(celery_request.Request):  # type: ignore[misc]
         # Also for a message that could not start: a server that hung may still grant its lock.
         if self.ticket is not None:
             self._over = True
-            renewer = renewer_of(self.app)
-            renewer.hand_over(self, replace(self.ticket.run, nonce=""), ttl=renewer.remember_for, at_once=at_once)
+            renewer, options = renewer_of(self.app), {"expires": self.expires}
+            ttl = time_to_start(options, queued_ttl=renewer.remember_for, now=datetime.now(UTC))
+            ttl = max(REDELIVERED_WITHIN, ttl)
+            renewer.hand_over(self, replace(self.ticket.run, nonce=""), ttl=ttl, at_once=at_once)
 
     def terminate(self, pool: BasePool, signal: str | int | None = None) -> None:
         """End the run by a signal to its process, and check soon for its death, which Celery may notice 5 s late.

@@ -170,6 +170,20 @@ def test_a_retry_with_a_countdown_is_not_late_before_its_time(app, deliver, redi
     assert re.fullmatch(r"its message counts as late only after 6(30|29\.\d+) s", why_not_late(app, redis, lock))
 
 
+@pytest.mark.parametrize(("expires", "least", "most"), [(None, 3000, 3600), (100, 40, 100), (-1, 0, 5)])
+def test_the_lock_of_a_requeued_message_ends_with_the_message(app, deliver, redis, expires, least, most):
+    """RabbitMQ drops a requeued message that has expired: no worker would ever free its lock."""
+    task, task_id, lock = task_of(app, acks_late=True), uuid(), "SINGLETONLOCK_a"
+    headers = {"expires": later(expires)} if expires else {}
+    request = deliver(task, ["a"], id=task_id, **headers, **{HEADER: {"id": task_id, "key": lock}})
+    backend_of(app).begin(request.ticket.run, lease=60, remember_for=60, task=task.name, arguments="")
+
+    request.reject(requeue=True)
+
+    assert redis.hget(lock, "state") == "queued"
+    assert least < redis.pttl(lock) / 1000 <= most
+
+
 def retries_later(self: Any) -> None:
     """Retry in ten minutes."""
     raise self.retry(countdown=600)
