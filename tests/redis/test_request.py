@@ -111,6 +111,20 @@ def test_a_message_that_waits_for_its_turn_is_encoded_as_it_was(app, deliver, ow
     assert set(again.request_dict[HEADER]) == set(first.request_dict[HEADER])
 
 
+@pytest.mark.parametrize("parent", [None, "p"])
+def test_a_message_that_waits_for_its_turn_keeps_its_parent(app, deliver, parent):
+    """A sender that is no task gives it none: Celery would take the message itself for its parent."""
+    task = task_of(app, overlap="buffer_all")
+    other = Ref(task.generate_lock(task.name, ["a"]), "other", nonce="n")
+    backend_of(app).begin(other, lease=60, remember_for=60, task=task.name, arguments="")
+    sent = task.apply_async(["a"], parent_id=parent, root_id=parent)
+
+    for _ in range(2):
+        request = deliver(task)
+        assert (request.parent_id, request.root_id) == (parent, parent or sent.id)
+        started(request)
+
+
 @pytest.mark.parametrize(
     ("when", "seconds"),
     [(None, 3600), (0, 3600), (9000, 12_600), (timedelta(seconds=9000), 12_600)],
@@ -140,7 +154,7 @@ def why_not_late(app: Celery, redis: Any, lock: str) -> str:
     return lost.may_yet_start(lost.Waiting.of(lock, record), Config.of(app))
 
 
-@pytest.mark.parametrize("key", ["", "SINGLETONLOCK_own"], ids=["", "lock_and_run"])
+@pytest.mark.parametrize("key", ["", "SINGLETONLOCK_own"], ids=["apply_async", "lock_and_run"])
 @pytest.mark.parametrize("options", [{"lock_expiry": 3000}, {}], ids=["lock_expiry", "expires"])
 def test_a_call_with_a_countdown_is_not_late_before_its_time(app, redis, options, key):
     """Neither ``expires`` nor ``lock_expiry``, which end the lock early, hide that it has to wait."""
