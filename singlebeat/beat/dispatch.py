@@ -6,12 +6,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
-from ..locks import backend_of, time_to_start
+from ..locks import backend_of
 from ..locks.base import HEADER, Holder, Verdict, unusable
 from ..locks.late_release import release_later
 from ..log import Log
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from .message import Message
     from .store.claims import ClaimedOccurrence, Confirmation, Store
 
-__all__ = ("Dispatcher", "Published", "Publisher", "delay_of", "not_published")
+__all__ = ("Dispatcher", "Published", "Publisher", "not_published")
 
 log = Log("celery.beat")
 
@@ -263,12 +262,3 @@ def not_published(message: Message, refused: Refused) -> Published:
         return Published(DecisionType.SKIPPED_OVERLAP, refused.holder)
     # An earlier try or an earlier claim has sent it.
     return Published(DecisionType.DISPATCHED if message.stored.pending is not None else DecisionType.RUN_BEFORE)
-
-
-def delay_of(message: Message, app: Celery, now: datetime) -> float:
-    """Return the seconds from now until a message may start."""
-    options = message.entry.options
-    if not {"countdown", "eta"} & options.keys():
-        return 0.0
-    ttl = Config.of(app).singlebeat_queued_ttl
-    return time_to_start({**options, "expires": None}, queued_ttl=ttl, now=now) - ttl

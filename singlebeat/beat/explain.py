@@ -43,7 +43,7 @@ class HeldLock:
 
     key: str
     task_id: str
-    state: str  #: queued or running
+    state: str  #: queued, running or timed
     left: float | None  #: seconds until it ends if no worker renews it; None if unknown
     lease: float  #: seconds of a whole lease
     renewed: float | None = None  #: seconds since its worker has renewed it last, or has started; None if unknown
@@ -60,6 +60,15 @@ class HeldLock:
     def seems_abandoned_in(self) -> float:
         """Seconds until it seems abandoned if its worker has died; 0 if it does now, or if its end is unknown."""
         return max(0.0, math.ceil((self.left or 0.0) - self.lease * RENEWED))
+
+    @property
+    def fixed_time(self) -> str:
+        """That it ends by time alone, and when, as a sentence without its full stop; for a timed lock."""
+        left = f" in {self.left:.0f} s" if self.left is not None else ""
+        return (
+            f"task {self.task_id} holds its lock for a fixed time, whether it waits, runs or has ended "
+            f"(lock=until_expired, or acquired by a program): the lock ends{left}"
+        )
 
     @property
     def last_renewed(self) -> str:
@@ -351,7 +360,7 @@ def _expiry(facts: Facts, record: Record) -> Iterator[str]:
     expires = expiry_of(facts.entry) if facts.entry is not None and record.end is None else None
     lock = facts.locks.get(record.task_id)
     is_started = record.task_id in (facts.running or ()) or facts.stored_end is not None
-    if not isinstance(expires, int | float) or is_started or (lock is not None and lock.state != "queued"):
+    if not isinstance(expires, int | float) or is_started or (lock is not None and lock.state == "running"):
         return
     if record.at + timedelta(seconds=expires) < facts.now:
         yield f"If it still waits, it has expired (expires: {expires:g} s): a worker that gets its message drops it."
@@ -409,6 +418,8 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
         yield f"Task {task_id} does not hold the lock any more, so the next run need not wait for it.{how}"
     elif lock.state == "queued":
         yield from _queued(facts, task_id)
+    elif lock.state == "timed":
+        yield f"{_sentence(lock.fixed_time)}."
     elif facts.holder_end is not None and (lock.unusable or lock.seems_abandoned):
         left = f"ends by itself in {lock.left:.0f} s" if lock.left is not None else "ends by itself soon"
         why = lock.unusable or f"the lock {left}. To free it now: celery singlebeat unlock {shlex.quote(task_id)}"

@@ -23,7 +23,7 @@ from ..config import Config
 from ..errors import ConfigError, LockBackendError
 from ..locks import backend_of, new_backend
 from ..locks.acquire import UNSENT_TTL
-from ..locks.base import RUN_HEADER, BaseBackend, Ref, read_generation
+from ..locks.base import LONGEST_WAIT, RUN_HEADER, BaseBackend, Ref, read_generation
 from ..locks.key import behind_key, is_turn_key, suspects_key
 from ..log import Log
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, record_end_of_message
@@ -67,6 +67,9 @@ RESULTS_TIMEOUT = 10.0
 #: Seconds after its last answer in which a worker that does not announce itself must answer again; less if
 #: ``singlebeat_lost_after`` is less.
 SEEN_FOR = 20.0
+
+#: Seconds after which a message that waits for its turn has asked for its lock again, or is lost.
+ASKED_AGAIN = 2 * LONGEST_WAIT
 
 #: Seconds from which a time in the future means that the server's clock was set back; less is an inaccuracy.
 AHEAD_FROM = 1.0
@@ -113,13 +116,13 @@ class Waiting:
     since: float  #: when it was queued, in seconds since 1970
     age: float  #: seconds since it was queued; 0 if it is ahead
     left: float  #: seconds until it ends by itself; if it is ahead, without the seconds by which it is ahead
-    is_noted: bool  #: its sender has stored the note of this message
+    is_noted: bool  #: its sender has stored where this message went
     queue: str  #: of the message; empty if unknown, or if the broker's bindings decide
     broker: str  #: the name of the broker that it was sent to; empty if unknown
     entry: str  #: that has sent the run; empty if unknown
-    delay: float  #: seconds that the message had to wait before it could start; 0 if unknown
-    worker: str  #: that has renewed the lock last
-    renewed: float | None  #: seconds since the last renewal; None if that says nothing about this message
+    delay: float | None  #: seconds that the message had to wait before it could start; None if unknown
+    worker: str  #: that has renewed the lock last; empty if the message has asked for the lock since then
+    renewed: float | None  #: seconds since the last renewal or try; None if that says nothing about this message
     is_joined: bool = False  #: it has the arguments of calls that have joined it
     is_ahead: bool = False  #: its queued time lies in the future: the clock of the locks' server was set back since
 
@@ -130,7 +133,7 @@ class Waiting:
             return None
         now, since = float(record["now"]) / 1000, float(record["since"]) / 1000
         sent = _read_note(record)
-        is_noted = sent.get("gen") == record["gen"]
+        of_message = sent if sent.get("gen") == record["gen"] else {}
         renewed = float(record["renewed"]) / 1000 if record.get("renewed") else None
         ahead, left = since - now if since - now > AHEAD_FROM else 0.0, float(record["ttl"])
         # A renewal before the lock was queued may be of an earlier delivery of the message. A renewal in the future was
@@ -142,11 +145,11 @@ class Waiting:
             since,
             max(0.0, now - since),
             left - ahead if left > ahead else left,  # the next call shortens the lock to this
-            is_noted,
-            str(sent.get("queue") or "") if is_noted else "",
+            "queue" in of_message,
+            str(of_message.get("queue") or ""),
             str(sent.get("broker") or ""),  # of each generation: a task retries in the broker of its worker
             record.get("entry", ""),
-            _seconds(sent.get("delay")) if is_noted else 0.0,
+            _seconds(of_message.get("delay")),
             record.get("worker", ""),
             max(0.0, now - renewed) if renewed is not None and is_renewed else None,
             "joined" in record,
@@ -154,8 +157,8 @@ class Waiting:
         )
 
 
-def _seconds(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+def _seconds(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _read_note(record: Mapping[str, str]) -> Mapping[str, Any]:
@@ -318,15 +321,19 @@ def _living(announced: Mapping[str, float], config: Config) -> set[str]:
 
 def may_yet_start(lock: Waiting, config: Config) -> str:
     """Return why the message of a lock may yet start, by the lock's record; empty if the message is overdue."""
-    patience = config.singlebeat_lost_after or PAUSE
-    if lock.renewed is not None and lock.renewed < config.singlebeat_lock_lease:
+    patience, delay = config.singlebeat_lost_after or PAUSE, lock.delay or 0.0
+    # Without its countdown or eta, as in records of older versions, only the lifetime of the lock tells of one.
+    left = lock.left if lock.delay is None else 0.0
+    if lock.renewed is not None and lock.renewed < max(config.singlebeat_lock_lease, ASKED_AGAIN):
+        if not lock.worker:
+            return f"its message asked for the lock {lock.renewed:.0f} s ago, and asks again"
         return f"worker {lock.worker} has its message, and renewed the lock {lock.renewed:.0f} s ago"
     if lock.is_ahead:
-        if lock.delay or lock.left > config.singlebeat_queued_ttl + AHEAD_FROM:
+        if delay or left > config.singlebeat_queued_ttl + AHEAD_FROM:
             return "its countdown or eta may not be over"
-    elif lock.age < lock.delay + patience:
-        return f"its message counts as late only after {lock.delay + patience:g} s"
-    elif lock.left > config.singlebeat_queued_ttl - patience:  # only a lock with a countdown or an eta lasts longer
+    elif lock.age < delay + patience:
+        return f"its message counts as late only after {delay + patience:g} s"
+    elif left > config.singlebeat_queued_ttl - patience:
         return "its countdown or eta is not over, or ended just now"
     if not lock.is_noted and lock.age + lock.left <= UNSENT_TTL + 1:
         return f"it is not known whether its message was sent; if not, the lock ends by itself in {lock.left:.0f} s"
@@ -590,7 +597,7 @@ class LostMessages:
         late = DOUBTED_AFTER * (self._patience or PAUSE)
         for each in found:
             lock = each.lock
-            if each.in_doubt and lock.age >= lock.delay + late and lock.ref not in self._doubted:
+            if each.in_doubt and lock.age >= (lock.delay or 0.0) + late and lock.ref not in self._doubted:
                 self._doubted[lock.ref] = None
                 about = {"task": lock.task, "id": lock.ref.task_id, "entry": lock.entry}
                 reason = f"{each.reason}. {each.way_out}"

@@ -21,14 +21,14 @@ from ..broker import own_broker
 from ..clients import native
 from ..connections import RedisError, ResponseError, broker_place, lock_server, schedule_client, schedule_url
 from ..errors import ConfigError, LockBackendError
-from ..locks import backend_of
+from ..locks import backend_of, delay_of
 from ..locks.acquire import Refused, cancel_releases, note
 from ..locks.base import Verdict
 from ..locks.redis import RedisBackend
 from ..locks.send import NO_OUTBOX
 from ..log import Log
 from ..outbox import ELSEWHERE_FOR, MOST_CHARACTERS, MOST_MESSAGES, Marker, reports_each, size, takes_outbox
-from .dispatch import Published, delay_of, not_published
+from .dispatch import Published, not_published
 from .failures import BROKER, LOCKS, in_words, is_refusal, is_transient
 from .leadership.lease import Term
 from .message import prepare
@@ -425,7 +425,7 @@ class _Sending:
             if outcome is not None:
                 waits_for = outcome.ticket.waits_for
                 if outcome.replacing is not None and holder is not None:
-                    call, waits_for = outcome.replacing, holder if holder.state == "running" else None
+                    call, waits_for = outcome.replacing, holder if holder.state != "queued" else None
                     only = Verdict.WAITING if waits_for else Verdict.ACQUIRED
                 elif message.call is not None and outcome.lock is not None and not _is_unusable(holder):
                     call, only = message.call, holder.verdict if holder else only
@@ -445,7 +445,7 @@ class _Sending:
         if not outbox.commands:  # several writes record that it reaches no queue
             raise _NotSentError
         if dispatch.call is not None:
-            delay = delay_of(attempt.message, self.one_write.app, self.now)
+            delay = delay_of(attempt.message.entry.options, self.now)
             dispatch.note = note(
                 dispatch.call.ref, broker=own_broker(self.one_write.app), queue=outbox.queue, delay=delay
             )

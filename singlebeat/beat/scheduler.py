@@ -27,7 +27,7 @@ from ..connections import (
     schedule_client,
     schedule_place,
 )
-from ..errors import ConfigError, LockBackendError
+from ..errors import ConfigError, EntryError, LockBackendError
 from ..log import Log
 from ..server_errors import with_advice
 from .calendar.recurrence import reporting_questions
@@ -470,13 +470,15 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
 
     def _install(self, dict_: Mapping[str, object], *, owns: bool) -> list[str]:
         entries, now = dict[str, BeatEntry](), self.server_time.now()
+        text = "beat: Cannot add entry '%(entry)s' to the schedule"
         for name, given in dict_.items():
             self._report_progress()
             try:
                 entries[str(name)] = copy.copy(self._maybe_entry(name, given))
+            except EntryError as exc:
+                log.error(text, event="not_added", entry=name, reason=exc)  # noqa: TRY400 - its sentence says all
             except Exception:  # one wrong entry must not keep the others out
-                about = {"entry": name, "given": given}
-                log.exception("beat: Cannot add entry '%(entry)s' to the schedule", event="not_added", **about)
+                log.exception(text, event="not_added", entry=name, given=given)
         stored, left = list[str](), iter(entries.items())
         while batch := dict(islice(left, BATCH)):  # 100,000 entries take longer than the watchdog waits
             self._report_progress()

@@ -16,13 +16,13 @@ from celery.signals import before_task_publish
 from ..broker import own_broker
 from ..config import Config
 from ..errors import DuplicateTaskError, LockBackendError
-from ..locks import backend_of
+from ..locks import backend_of, delay_of
 from ..locks.acquire import UNSENT_TTL, Refused, cancel_releases, keep, note
 from ..locks.base import HEADER, RUN_HEADER, Holder, Ref, Verdict
 from ..log import Log
 from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, reports_each, size
 from .destination import queue_reached
-from .dispatch import Published, delay_of, not_published
+from .dispatch import Published, not_published
 from .entries.occurrence import DecisionType
 from .failures import BROKER, LOCKS, causes, is_transient
 from .message import prepare
@@ -154,7 +154,7 @@ class SeveralWrites:
             if message.occurrence.id not in sent:
                 continue
             seconds = message.plan.wait if message.plan is not None else 0.0
-            delay = delay_of(message, self.app, self.now)
+            delay = delay_of(message.entry.options, self.now)
             queue = self._queues.get(message.occurrence.id, "")
             for ref in message.locks:
                 refs[seconds][ref] = note(ref, broker=broker, queue=queue, delay=delay)

@@ -117,6 +117,8 @@ def free_one(app: Celery, which: str, *, force: bool = False) -> HeldLock:
         backend.unlock(lock.key)
     elif lock.state == "queued":
         _free_queued(app, lock, Waiting.of(lock.key, record))
+    elif lock.state == "timed":
+        raise NotFreedError(f"{lock.fixed_time}. --force frees it now")
     else:
         _check_abandoned(app, lock)
         # Free the lock of this run only: its lease may have ended meanwhile, and another run may have begun. The end of

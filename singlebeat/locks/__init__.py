@@ -15,6 +15,8 @@ state   its holder                it lasts, without a renewal
 queued  the message of a call     ``singlebeat_queued_ttl`` plus its countdown, and no longer than the message:
                                   beat frees it if the message is lost
 running one delivery of it        ``singlebeat_lock_lease``; its worker renews it
+timed   a call (``until_expired``) ``lock_expiry``, or until it is unlocked: no message or run frees it
+        or a program (``lock``)
 ======= ========================= ==========================================================================
 
 Four keys belong to a lock. ``<lock>`` is the record itself; ``<lock>:next`` is the place of the one call that waits
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
 __all__ = (
     "backend_of",
     "clear_locks",
+    "delay_of",
     "eager_backend_of",
     "new_backend",
     "seconds_until",
@@ -127,10 +130,14 @@ def time_to_start(options: Options, *, queued_ttl: float, now: datetime) -> floa
 
     That is ``queued_ttl`` after its countdown or eta, and never longer than its ``expires``.
     """
-    delay = seconds_until(options.get("eta"), now) or float(options.get("countdown") or 0)
-    wait = queued_ttl + max(0.0, delay)
+    wait = queued_ttl + delay_of(options, now)
     expires = seconds_until(options.get("expires"), now)
     return wait if expires is None else max(0.001, min(wait, expires))
+
+
+def delay_of(options: Options, now: datetime) -> float:
+    """Return the seconds from now until a message sent with these options may start."""
+    return max(0.0, seconds_until(options.get("eta"), now) or float(options.get("countdown") or 0))
 
 
 def seconds_until(moment: datetime | str | timedelta | float | None, now: datetime) -> float | None:

@@ -30,10 +30,11 @@
 --          only       the one verdict, "acquired" or "waiting", with which the call may take its place, or another word
 --                     if it may take none; empty: both
 --          note       a note of the sender, for the field "sent" of its lock; empty: none
+--          state      of its lock: "queued", for its message; "timed", if only time, or an unlock, ends it
 --
 -- returns  JSON, one array for each call: [verdict, id of the holder, state, since (ms; 0: not known, because the
 --          clock was set back), fence, ttl (ms), payload, entry]
---          acquired  the lock is queued under our id
+--          acquired  the lock is queued or timed under our id
 --          waiting   our id waits in the place behind the holder
 --          (both write nothing if the call may take its place only with the other one)
 --          running   our id holds the lock and has started: do not send again
@@ -67,10 +68,10 @@ local function replace(lock, done, holder, ttl)
 end
 
 --- Write the record of a free lock, or leave the record of the same id; return the lifetime of the lock (ms).
-local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args, if_held, entry, note)
+local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args, if_held, entry, note, state)
   if not is_ours then
     redis.call("PEXPIRE", lock, 1) -- if this is forbidden, nothing is written: a lock without an end would stay
-    redis.call("HSET", lock, "id", id, "gen", gen, "state", "queued", "nonce", "",
+    redis.call("HSET", lock, "id", id, "gen", gen, "state", state, "nonce", "",
       "task", task, "args", args, "entry", entry, "since", now_text, "payload", "", "if_held", if_held)
     if expiry > 0 then
       bound = now + expiry
@@ -88,7 +89,8 @@ local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args, if_h
   return ttl
 end
 
-local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, args, payload, if_held, entry, only, note)
+local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, args, payload, if_held, entry, only, note,
+    new_state)
   if deadline > 0 and now > deadline then
     return {"late", "", "", now_text, "0", 0, ""}
   end
@@ -120,8 +122,8 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
 
   local in_turn = by_itself[1] ~= id and by_itself[1]
   local leaves_place = waits == id and holder ~= id
-  if leaves_place and (if_held ~= "replace" or in_turn or (holder and state == "running")) then
-    hold(behind, true, next_record[2], id, gen, ttl, expiry, task, args, if_held, entry, note)
+  if leaves_place and (if_held ~= "replace" or in_turn or (holder and state ~= "queued")) then
+    hold(behind, true, next_record[2], id, gen, ttl, expiry, task, args, if_held, entry, note, new_state)
     redis.call("HSET", behind, "if_held", if_held)
     return reply("waiting", lock, id)
   elseif leaves_place then
@@ -182,12 +184,12 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   end
   if is_held then
     redis.call("DEL", behind) -- drops the fields of a waiting call with an empty if_held
-    hold(behind, false, false, id, gen, ttl, expiry, task, args, if_held, entry, note)
+    hold(behind, false, false, id, gen, ttl, expiry, task, args, if_held, entry, note, new_state)
     redis.call("HSET", behind, "taken", taken or now_text)
     return reply("waiting", lock, id)
   end
-  ttl = hold(lock, holder, bound, id, gen, ttl, expiry, task, args, if_held, entry, note)
-  return holder and reply("acquired", lock, id) or {"acquired", id, "queued", now_text, "0", ttl, "", entry}
+  ttl = hold(lock, holder, bound, id, gen, ttl, expiry, task, args, if_held, entry, note, new_state)
+  return holder and reply("acquired", lock, id) or {"acquired", id, new_state, now_text, "0", ttl, "", entry}
 end
 
 local replies = {}

@@ -19,6 +19,7 @@ from ..broker import broker_name, own_broker
 from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..log import Log
+from . import delay_of
 from .base import (
     RUN_HEADER,
     BaseBackend,
@@ -56,6 +57,7 @@ __all__ = (
     "left_behind",
     "note",
     "note_of_broker",
+    "note_of_call",
     "plan_call",
     "unlocked_ticket",
 )
@@ -276,14 +278,13 @@ def _check_backend(task: LockableTask, overlap: Overlap) -> None:
 def _call(
     task: LockableTask, ref: Ref, args: Arguments | None, kwargs: NamedArguments | None, options: Options
 ) -> Call:
-    wait, expiry = task.time_to_start(options), task.effective_lock_expiry
+    wait, expiry, state = task.time_to_start(options), task.effective_lock_expiry, "queued"
     if task.lock == LockMode.UNTIL_EXPIRED and expiry:
-        wait = expiry
+        wait, state = expiry, "timed"
     entry = entry_of(options.get("headers") or {})
-    broker = _broker_of(task.app, options)
-    sent = note(ref, broker=broker, queue="", delay=0.0) if options.get("exchange") else note_of_broker(broker)
     shown = readable(args or (), kwargs or {}, options, app=task.app, task=task.name)
-    return Call(ref, task.name, shown, wait, expiry, entry=entry, note=sent)
+    sent = note_of_call(task.app, ref, options)
+    return Call(ref, task.name, shown, wait, expiry, entry=entry, note=sent, state=state)
 
 
 def _broker_of(app: Celery, options: Options) -> str:
@@ -348,20 +349,27 @@ def answered(task: LockableTask, call: Call, holder: Holder) -> Holder:
     return dataclasses.replace(holder, task_id=call.ref.task_id) if holder.verdict is Verdict.DONE else holder
 
 
-def note(ref: Ref, *, broker: str, queue: str, delay: float) -> str:
-    """Return the note, in JSON, that is stored in the lock of a sent message for the search for lost messages.
+def note(ref: Ref, *, broker: str, delay: float, queue: str | None = None) -> str:
+    """Return the note, in JSON, that is stored in the lock of a message for the search for lost messages.
 
     Args:
         broker: its name.
-        queue: of the message; empty if the broker's bindings decide.
         delay: seconds from the sending of the message until it may start.
+        queue: of the sent message; empty if the broker's bindings decide, None if unknown, or if it may not be sent.
     """
-    return json.dumps({"gen": str(ref.generation), "queue": queue, "delay": delay, "broker": broker})
+    where = {} if queue is None else {"queue": queue}
+    return json.dumps({"gen": str(ref.generation), "delay": delay, "broker": broker, **where})
+
+
+def note_of_call(app: Celery, ref: Ref, options: Options) -> str:
+    """Return the note of a call that is about to be sent with these options."""
+    delay = delay_of(options, datetime.now(UTC))
+    return note(ref, broker=_broker_of(app, options), delay=delay, queue="" if options.get("exchange") else None)
 
 
 @lru_cache(maxsize=64)
 def note_of_broker(broker: str) -> str:
-    """Return the note for a message of which only the broker is known, and not whether it is sent; empty if unknown."""
+    """Return the note for a message of which only the broker is known; empty if unknown."""
     return json.dumps({"broker": broker}) if broker else ""
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = (
     "HEADER",
+    "LONGEST_WAIT",
     "MOST_WAITS",
     "RUN_HEADER",
     "BaseBackend",
@@ -63,6 +64,9 @@ DEATH_HEADERS = ("x-death", "x-first-death-", "x-last-death-")
 #: Upper bound for the count of a message's waits; its delay reaches the maximum earlier.
 MOST_WAITS = 10
 
+#: Seconds of the longest wait of a message whose lock another call holds, until it asks again.
+LONGEST_WAIT = 5.0
+
 #: Most characters of a key in a message that the history keeps; of a longer key, the middle is left out.
 LONGEST_SHOWN = 84
 
@@ -79,7 +83,7 @@ UNTIL_UNLOCKED = 100 * 365 * 86_400.0
 class Verdict(StrEnum):
     """The answer of a lock's server."""
 
-    ACQUIRED = "acquired"  #: the lock is queued under our task id
+    ACQUIRED = "acquired"  #: the lock is queued or timed under our task id
     WAITING = "waiting"  #: our task id waits in the place behind the holder
     RUNNING = "running"  #: our task id holds the lock, and its run has started
     STARTED = "started"  #: our run holds the lock
@@ -107,7 +111,7 @@ class Renewal(StrEnum):
     """The outcome of a worker's renewal of a lock."""
 
     RUNNING = "running"  #: renewed, and held by this delivery of the message
-    QUEUED = "queued"  #: renewed; the message has not started yet
+    QUEUED = "queued"  #: renewed; no run holds the lock
     OVER = "over"  #: the run ended or handed its lock over
     LOST = "lost"  #: the lock expired, or another call or delivery holds it
 
@@ -118,7 +122,7 @@ class Holder:
 
     verdict: Verdict
     task_id: str
-    state: str  #: ``queued`` or ``running``
+    state: str  #: ``queued``, ``running`` or ``timed``
     since: datetime | None  #: when the state began, in UTC
     fence: int  #: the fencing number of the run: rises from run to run
     ttl: float  #: seconds until the lock ends unless it is renewed
@@ -308,6 +312,7 @@ class Call:
     if_held: IfHeld = IfHeld.LEAVE
     entry: str = ""  #: name of the schedule's entry that sends it, for people; empty: a program sends it
     note: str = ""  #: for the search for lost messages; empty: none
+    state: str = "queued"  #: of its lock; ``timed`` if only time, or an unlock, ends the lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,25 +410,32 @@ class BaseBackend(ABC):
         """
 
     @abstractmethod
-    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float, note: str = "") -> bool:
         """Hand a run's lock over to a waiting message of the same task id; return False if the lock was lost.
 
         Args:
             to: that message, of the same or a higher generation, and with an empty nonce.
+            note: on that message, for the search for lost messages; empty: none.
         """
 
     @abstractmethod
-    def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
+    def promise(self, run: Ref, *, to: Ref | None, ttl: float, note: str = "") -> bool:
         """Promise a run's lock to its own retry, for when the run ends; return False if the lock was lost.
 
         Args:
             to: the retry; None takes the promise back.
             ttl: seconds that the lock may then wait for the start of the retry.
+            note: on the retry, for the search for lost messages; empty: none.
         """
 
     @abstractmethod
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
-        """Renew the locks of live requests, in one round trip."""
+        """Renew the locks of live requests, in one round trip.
+
+        Args:
+            lease: seconds that the locks outlive the worker; 0: they last as long as before, and a backend may record
+                that their messages live.
+        """
 
     def note_sent(self, sent: Mapping[Ref, str], *, lease: float) -> None:
         """Renew the locks of sent messages; a backend may store the note on where each message went."""
@@ -469,7 +481,7 @@ class BaseBackend(ABC):
         Args:
             expiry: seconds until the lock ends in any case; None: the lock stays until it is unlocked.
         """
-        call = Call(Ref(lock, task_id), "", "", expiry or UNTIL_UNLOCKED, expiry)
+        call = Call(Ref(lock, task_id), "", "", expiry or UNTIL_UNLOCKED, expiry, state="timed")
         return self.acquire_many([call])[0].verdict in {Verdict.ACQUIRED, Verdict.RUNNING}
 
     @abstractmethod

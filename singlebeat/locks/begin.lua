@@ -5,7 +5,8 @@
 -- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock recently, by time (ms), and
 --                     "id:replaced" of calls that were evicted before they started, by the end (ms) of their wait
 -- KEYS[3]  queued     hash, as lock: the lock of the message while it is queued; KEYS[1] if the lock is the same
--- KEYS[4]  behind     hash, as lock, and if_held, taken: the call that waits for the end of the holder
+-- KEYS[4]  behind     hash, as lock, and if_held, taken: the call that waits for the end of the holder; renewed (ms)
+--                     alone: the time at which its message has asked last, in vain
 -- KEYS[5]  turn       hash, as lock: the call that waits for the end of the holder, and runs by itself
 -- ARGV[1]  id         task id of the message
 -- ARGV[2]  gen        its generation: a whole number, higher after each retry or replace; its decimals are higher after
@@ -17,7 +18,7 @@
 -- ARGV[7]  args       arguments, for people
 -- ARGV[8]  done_ms    ms for which the end of a generation is remembered
 -- ARGV[9]  turn_ms    ms for which its turn lasts: if the lock is held, the message is sent again, and until then it
---                     has the turn if the turn is free; 0: the message is not sent again
+--                     has the turn if the turn is free, or keeps its place behind; 0: the message is not sent again
 -- ARGV[10] entry      name of the schedule's entry that sent the message, for people; empty: a program sent it
 -- ARGV[11] waits_since  the server's time (ms) since which the message waits, as an earlier reply gave it; 0: not known
 -- ARGV[12] note       for the field "sent" of a lock that the message did not hold, as in acquire; empty: none
@@ -31,13 +32,14 @@
 --          stale     a later generation of the same id holds the lock
 --          done      this generation of the id has ended before
 --          replaced  another call has evicted our id while it was queued
---          held      another id holds the lock, or waits for it and came first; nothing was written but our turn
+--          held      another id holds the lock, or waits for it and came first; nothing was written but our turn, or
+--                    the time in our place
 --          unusable  a key has another type, or a field that must be a number is none; the second value is the reason;
 --                    nothing was written
 --          late      the deadline has passed; the fourth value is the server's time; nothing was written
 --
 -- Uses numbers, wrong_field and shorten. A repetition by the same delivery gives the same reply, and writes nothing but the
--- lease of its turn. Of locks that would last longer than they should, because the server's clock was set back, each
+-- lease of its turn and the time in its place. Of locks that would last longer than they should, because the server's clock was set back, each
 -- message shortens the time.
 
 local lock, done, queued, behind, turn = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -67,7 +69,7 @@ local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until"
   "payload", "entry")
 local ended = redis.pcall("ZMSCORE", done, id .. ":" .. ARGV[2], id .. ":replaced")
 local waiting = queued == lock and {} or redis.pcall("HMGET", queued, "id", "payload")
-local place = redis.pcall("HMGET", behind, "id", "if_held", "taken", "since")
+local place = redis.pcall("HMGET", behind, "id", "if_held", "taken", "since", "until")
 local by_itself = redis.pcall("HMGET", turn, "id", "since")
 local err = record.err or ended.err or waiting.err or place.err or by_itself.err
 if err and not string.find(err, "WRONGTYPE", 1, true) then
@@ -76,7 +78,7 @@ elseif err then
   return {"unusable", err, "", "0", "0", 0, ""}
 end
 local wrong = wrong_field({"", "gen", "until", "fence"}, {record[2], record[5], record[6]})
-  or wrong_field({behind .. ": ", "taken", "since"}, {place[3], place[4]})
+  or wrong_field({behind .. ": ", "taken", "since", "until"}, {place[3], place[4], place[5]})
   or wrong_field({turn .. ": ", "since"}, {by_itself[2]})
   or record[1] and not record[2] and "its field gen must be a number, and is missing"
 if wrong then
@@ -126,6 +128,15 @@ local function held(by)
     redis.call("HSET", turn, "gen", ARGV[2])
     redis.call("PEXPIRE", turn, string.format("%.0f", turn_ms))
     answer[10] = string.format("%.0f", math.max(1, now - (tonumber(answer[4]) or now)))
+  elseif turn_ms > 0 and place[1] == id then
+    -- Between two tries a broker may delay the message. Then no worker renews the lock, and it is in no known queue.
+    local ttl = math.max(turn_ms, redis.call("PTTL", behind))
+    if place[5] then
+      ttl = math.max(1, math.min(ttl, place[5] - now))
+    end
+    redis.call("PEXPIRE", behind, string.format("%.0f", ttl))
+    redis.pcall("HSET", behind, "renewed", string.format("%.0f", now)) -- the server's memory may be full, as in renew
+    redis.call("HDEL", behind, "worker")
   end
   return answer
 end

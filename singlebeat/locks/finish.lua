@@ -15,7 +15,7 @@
 --
 -- returns  JSON, one string for each request
 --          finished  this run held the lock: the lock is free or its retry's, and the end is remembered
---          released  the message held the lock while it was queued: the lock is free
+--          released  the message held the lock, and its run did not: the lock is free
 --          kept      the lock is free already, or another run, generation or id holds it, or the key has another type;
 --                    a promise of the lock to this message is taken back
 --
@@ -39,8 +39,8 @@ local function finish(lock, done, turn, id, gen, nonce)
     redis.call("HDEL", lock, "next", "next_ttl")
   end
   local holds = ours and record[3] == "running" and record[4] == nonce
-  local queued = ours and record[3] == "queued"
-  local another = ours and not holds and not queued
+  local unstarted = ours and record[3] ~= "running"
+  local another = ours and not holds and not unstarted
 
   -- A key of another type remembers nothing and is no error. The main process repeats what the run itself has done.
   if done_ms > 0 and (holds or (ran and not another)) then
@@ -50,7 +50,7 @@ local function finish(lock, done, turn, id, gen, nonce)
       redis.call("PEXPIRE", done, string.format("%.0f", math.max(done_ms, redis.call("PTTL", done))))
     end
   end
-  if not holds and not queued then
+  if not holds and not unstarted then
     return "kept"
   end
   if holds and record[5] and record[6] and numbers(nil, {record[6], record[7]}) then

@@ -129,11 +129,11 @@ class InspectBackend(BaseBackend):
     def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> None:
         """Do nothing: workers no longer report a run that has ended."""
 
-    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float, note: str = "") -> bool:
         """Do nothing: a retry asks the workers at its own start."""
         return True
 
-    def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
+    def promise(self, run: Ref, *, to: Ref | None, ttl: float, note: str = "") -> bool:
         """Do nothing: a retry asks the workers at its own start."""
         return True
 

@@ -43,14 +43,14 @@ NamedArguments = Mapping[str, object]
 #: tables. There are more fields, which may change.
 LOCK_FIELDS: Mapping[str, str] = {
     "id": "The id of the task that holds the lock.",
-    "state": "``queued`` or ``running``.",
+    "state": "``queued``: for its message; ``running``; ``timed``: for a fixed time, or until it is unlocked.",
     "task": "The name of the task.",
     "args": "The arguments of the call, for people.",
     "entry": "The entry that has sent the call; empty: a program has sent it.",
     "since": "Since when the lock is in this state, in milliseconds since 1970.",
     "fence": "The fencing number of the run.",
     "worker": "The worker that has renewed the lock last.",
-    "renewed": "When that was, in milliseconds since 1970.",
+    "renewed": "When that was, or when its waiting message asked for it last, in milliseconds since 1970.",
     "sent": "JSON with the ``broker`` of its message: transport, host, port, virtual host; and more, which may change.",
 }
 

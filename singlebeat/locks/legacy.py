@@ -123,7 +123,7 @@ class LegacyBackend(BaseBackend):
                 self.custom.unlock(queued)
         return _holder(Verdict.STARTED, task_id)
 
-    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float, note: str = "") -> bool:
         """Hand a run's lock over to a waiting message of the same task id; return False if the lock was lost."""
         with _naming(self.name):
             ours = self._held(ref.key) == (ref.task_id, ref.generation)
@@ -131,7 +131,7 @@ class LegacyBackend(BaseBackend):
                 self._hand_over(ref, to, ttl)
             return ours
 
-    def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
+    def promise(self, run: Ref, *, to: Ref | None, ttl: float, note: str = "") -> bool:
         """Promise a run's lock to its own retry, for when the run ends in this process; None takes the promise back."""
         with _naming(self.name):
             held = self._held(run.key)

@@ -94,7 +94,7 @@ class MemoryBackend(BaseBackend):
         by_itself = self._live(turn.key)
         in_turn = by_itself is not None and by_itself.task_id != ref.task_id
         if waiting and waiting.task_id == ref.task_id:
-            if call.if_held is not IfHeld.REPLACE or in_turn or (holder and holder.state == "running"):
+            if call.if_held is not IfHeld.REPLACE or in_turn or (holder and holder.state != "queued"):
                 self._put(behind.key, replace(waiting, if_held=call.if_held, uncut=uncut), call.ttl)
                 return self._holder(Verdict.WAITING, ref)
             del self._records[behind.key]
@@ -124,7 +124,7 @@ class MemoryBackend(BaseBackend):
         for ended in (ref.generation, REPLACED):
             self._done.get(ref.key, {}).pop((ref.task_id, ended), None)
         until = now + call.expiry if call.expiry else None
-        owner = (ref.task_id, ref.generation, "queued", "")
+        owner = (ref.task_id, ref.generation, call.state, "")
         record = _Record(*owner, 0, call.task, call.arguments, now, now, until, "", call.if_held, call.entry)
         record = replace(record, uncut=uncut, taken=taken)
         self._put(behind.key if must_wait else ref.key, record, call.ttl)
@@ -189,6 +189,8 @@ class MemoryBackend(BaseBackend):
                     kept = by_itself if by_itself and is_in_turn else new
                     self._put(turn.key, replace(kept, generation=ref.generation), turn_ttl)
                     held_for = max(0.001, now - holder.since.timestamp()) if holder.since else 0.001
+                elif turn_ttl and place and is_behind:
+                    self._put(behind.key, place, max(turn_ttl, place.expires - now))
                 return replace(holder, waits_since=since, held_for=held_for)
             if record and record.generation > ref.generation:
                 return self._holder(Verdict.STALE, ref)
@@ -230,7 +232,7 @@ class MemoryBackend(BaseBackend):
     def _started(self, ref: Ref) -> Holder:
         return replace(self._holder(Verdict.STARTED, ref), payload=self._records[ref.key].payload)
 
-    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float, note: str = "") -> bool:
         """Hand a run's lock over to a waiting message of the same task id."""
         with self._mutex:
             record = self._live(ref.key)
@@ -257,11 +259,12 @@ class MemoryBackend(BaseBackend):
             return Renewal.LOST
         if record.state == "running" and record.nonce != ref.nonce:
             return Renewal.LOST
-        left = record.expires - self._clock()
-        self._put(ref.key, record, max(lease, left) if record.state == "queued" else lease)
-        return Renewal(record.state)
+        if lease:
+            left = record.expires - self._clock()
+            self._put(ref.key, record, lease if record.state == "running" else max(lease, left))
+        return Renewal.RUNNING if record.state == "running" else Renewal.QUEUED
 
-    def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
+    def promise(self, run: Ref, *, to: Ref | None, ttl: float, note: str = "") -> bool:
         """Promise a run's lock to its own retry, for when the run ends."""
         with self._mutex:
             record = self._live(run.key)
@@ -286,10 +289,10 @@ class MemoryBackend(BaseBackend):
         if record and not ours and (record.task_id, promised) == (ref.task_id, ref.generation):
             record = self._records[ref.key] = replace(record, promised=None)
         holds = ours and record is not None and record.state == "running" and record.nonce == ref.nonce
-        queued = ours and record is not None and record.state == "queued"
-        if remember_for > 0 and (holds or (ran and (queued or not ours))):
+        unstarted = ours and record is not None and record.state != "running"
+        if remember_for > 0 and (holds or (ran and (unstarted or not ours))):
             self._remember(ref.key, ref.task_id, ref.generation, remember_for)
-        if record is None or not (holds or queued):
+        if record is None or not (holds or unstarted):
             return
         if holds and record.promised:
             self._hand_over(ref.key, replace(record, payload="", promised=None), *record.promised)

@@ -246,9 +246,9 @@ class RedisBackend(BaseBackend):
             raise UnusableLockError(unusable(ref.key, holder.reason))
         return holder
 
-    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float, note: str = "") -> bool:
         """Hand a run's lock over to a waiting message of the same task id."""
-        args = (ref.task_id, ref.nonce, str(to.generation), _ms(ttl), _ms(remember_for))
+        args = (ref.task_id, ref.nonce, str(to.generation), _ms(ttl), _ms(remember_for), note)
         return holder_of(self._run("rotate", (ref.key, done_key(ref.key)), args)).verdict is Verdict.ROTATED
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
@@ -263,9 +263,9 @@ class RedisBackend(BaseBackend):
         rows = [(*request, note) for request, note in zip(_requests(refs), notes, strict=True)]
         return [Renewal(reply) for reply in self._run_many("renew", refs, _ms(lease), rows=rows, last=(self.worker,))]
 
-    def promise(self, run: Ref, *, to: Ref | None, ttl: float) -> bool:
+    def promise(self, run: Ref, *, to: Ref | None, ttl: float, note: str = "") -> bool:
         """Promise a run's lock to its own retry, for when the run ends."""
-        args = (run.task_id, run.nonce, str(to.generation) if to else "", _ms(ttl))
+        args = (run.task_id, run.nonce, str(to.generation) if to else "", _ms(ttl), note)
         return bool(self._run("promise", (run.key,), args))
 
     def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> None:
@@ -441,7 +441,8 @@ def _requests(refs: Sequence[Ref]) -> list[tuple[str, str, str]]:
 def _row(call: Call, only: str = "", note: str = "") -> tuple[str | int, ...]:
     """Return a call as ``acquire.lua`` takes it."""
     owner, times = (call.ref.task_id, str(call.ref.generation)), (_ms(call.ttl), _ms(call.expiry))
-    return (*owner, *times, call.task, call.arguments, call.payload, call.if_held, call.entry, only, note or call.note)
+    shown, about = (call.task, call.arguments), (call.entry, only, note or call.note, call.state)
+    return (*owner, *times, *shown, call.payload, call.if_held, *about)
 
 
 def holder_of(reply: Sequence[Any]) -> Holder:

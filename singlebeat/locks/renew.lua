@@ -3,16 +3,16 @@
 -- KEYS[1...]  two for each request:
 --             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload; worker and
 --                       renewed (ms): the worker and time of the last renewal, the time alone for a run of another
---                       program; sent: a note of the sender, JSON
+--                       program, and as in begin; sent: a note of the sender, JSON
 --             done      zset: "id:generation" of runs that ended under this lock recently, by time (ms)
--- ARGV[1]  lease_ms  ms that a lock outlives the worker
+-- ARGV[1]  lease_ms  ms that a lock outlives the worker; 0: it lasts as long as before, and shows that its message lives
 -- ARGV[2]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message, note of
 --                    the sender for a queued lock, or empty]
 -- ARGV[3]  worker    the worker that has the messages; empty: the caller is no worker
 --
 -- returns  JSON, one word for each request:
 --          running  renewed; this delivery is the run that holds the lock
---          queued   renewed; the message has not started yet
+--          queued   renewed; no run holds the lock
 --          over     this generation has ended or has handed its lock over: nothing to renew
 --          lost     the lock expired, or another id, generation or delivery holds it
 --
@@ -38,24 +38,26 @@ local function renew(lock, done, id, gen, nonce, note)
     return "lost"
   end
 
-  local ttl = lease
-  if state == "queued" then
-    ttl = math.max(ttl, redis.call("PTTL", lock))
+  if lease > 0 then
+    local ttl = lease
+    if state ~= "running" then
+      ttl = math.max(ttl, redis.call("PTTL", lock))
+    end
+    if record[5] and numbers(nil, {record[5]}) then
+      ttl = math.max(1, math.min(ttl, record[5] - now))
+    end
+    redis.call("PEXPIRE", lock, string.format("%.0f", ttl))
   end
-  if record[5] and numbers(nil, {record[5]}) then
-    ttl = math.max(1, math.min(ttl, record[5] - now))
-  end
-  redis.call("PEXPIRE", lock, string.format("%.0f", ttl))
   -- For people only: a server whose memory is full refuses these writes, but the lock is renewed.
   if worker ~= "" then
     redis.pcall("HSET", lock, "worker", worker, "renewed", string.format("%.0f", now))
   elseif state == "running" then
     redis.pcall("HSET", lock, "renewed", string.format("%.0f", now))
   end
-  if note ~= "" and state == "queued" then
+  if note ~= "" and state ~= "running" then
     redis.pcall("HSET", lock, "sent", note)
   end
-  return state
+  return state == "running" and state or "queued"
 end
 
 local replies = {}

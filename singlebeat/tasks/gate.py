@@ -24,7 +24,18 @@ from ..config import Config
 from ..errors import LockBackendError, UnusableLockError
 from ..locks import backend_of, seconds_until
 from ..locks.acquire import note_of_broker
-from ..locks.base import HEADER, MOST_WAITS, RUN_HEADER, Holder, Renewal, Ticket, Verdict, entry_of, without_deaths
+from ..locks.base import (
+    HEADER,
+    LONGEST_WAIT,
+    MOST_WAITS,
+    RUN_HEADER,
+    Holder,
+    Renewal,
+    Ticket,
+    Verdict,
+    entry_of,
+    without_deaths,
+)
 from ..locks.key import behind_key, readable
 from ..locks.modes import decode_arguments, equal_calls_may_differ, has_continuations
 from ..log import Log
@@ -37,7 +48,6 @@ if TYPE_CHECKING:
     from ..locks.key import Arguments, NamedArguments
 
 __all__ = (
-    "LONGEST_WAIT",
     "Blocked",
     "Postponed",
     "Refused",
@@ -52,8 +62,8 @@ __all__ = (
 
 log = Log(__name__)
 
-#: Seconds of the first and of the longest wait of a message whose lock another call holds; each wait doubles the last.
-FIRST_WAIT, LONGEST_WAIT = 0.25, 5.0
+#: Seconds of the first wait of a message whose lock another call holds; each wait doubles the last.
+FIRST_WAIT = 0.25
 
 #: Seconds for which the publish of an acknowledged message is retried, and between two attempts. A broker that also
 #: stores the locks is unreachable whenever the locks are. In an alarm of RabbitMQ, the pool must go on to end it.
@@ -388,6 +398,7 @@ def _send_again(
     task: Task, request: Context, ticket: Ticket, countdown: float, *, sender: ConfirmingSender | None
 ) -> None:
     headers = {**without_deaths(request.headers), HEADER: ticket.undelivered.header()}
+    headers["parent_id"] = request.parent_id  # in place of Celery's: it would take this run for the parent
     shown = {name: request.get(name) for name in ("argsrepr", "kwargsrepr")}  # else Celery would show all arguments
     encoding = {"serializer": ticket.serializer, "compression": request.get("compression")}
     encoding = {name: value for name, value in encoding.items() if value}  # else the options of the task apply

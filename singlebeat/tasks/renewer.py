@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary
 
 from celery.worker.state import revoked, revoked_stamps
 
@@ -42,8 +43,8 @@ GATE_PAUSE = 10.0
 #: Seconds after which a call that failed is repeated.
 RETRY_AFTER = 0.5
 
-#: Seconds between two checks whether messages that wait in this worker were revoked.
-REVOKED_AFTER = 1.0
+#: Seconds between two checks of the messages that wait in this worker: which were revoked, and which have come.
+CHECKED_AFTER = 1.0
 
 #: Maximum number of ends of runs that are remembered while the server is unreachable.
 MOST_ENDS = 10_000
@@ -69,6 +70,7 @@ class _Handover(NamedTuple):
     run: Ref
     successor: Ref
     ttl: float  #: seconds that the message may wait for its start
+    note: str
 
 
 class Renewer:
@@ -88,6 +90,7 @@ class Renewer:
         self.backend = new_backend(app, own_connections=True)
         self._gate = new_backend(app, own_connections=True)
         self._requests: WeakValueDictionary[int, Request] = WeakValueDictionary()
+        self._new: deque[tuple[float, ReferenceType[Request]]] = deque()  #: since when each is here (monotonic, in s)
         self._finished: SimpleQueue[_End] = SimpleQueue()
         self._handovers: SimpleQueue[_Handover] = SimpleQueue()
         self._wake: SimpleQueue[SimpleQueue[None] | None] = SimpleQueue()
@@ -120,6 +123,7 @@ class Renewer:
     def track(self, request: Request) -> None:
         """Renew the lock of a request from now on."""
         self._requests[id(request)] = request
+        self._new.append((time.monotonic(), weakref.ref(request)))
         self.start()
 
     def forget(self, request: Request) -> None:
@@ -137,26 +141,27 @@ class Renewer:
         self._finished.put(_End(time.monotonic() + after, ticket, ran))
         self._wake.put(None)
 
-    def hand_over(self, request: Request, successor: Ref, *, at_once: bool = False, ttl: float | None = None) -> None:
+    def hand_over(self, request: Request, successor: Ref, *, ttl: float, note: str = "", at_once: bool = False) -> None:
         """Hand the lock of a request over to a waiting message: its retry, or the same message after a requeue.
 
         Args:
+            ttl: seconds that the message may wait for its start.
+            note: on the retry, as in ``rotate``.
             at_once: hand over before this method returns, unless the locks' server does not answer.
-            ttl: seconds that the message may wait for its start; None for the wait of a message without countdown.
         """
-        ttl = self.remember_for if ttl is None else ttl
         self._requests.pop(id(request), None)
         if request.ticket is None:
             return
+        handover = _Handover(request.ticket.run, successor, ttl, note)
         if at_once and self.answers():
             try:
-                self._gate.rotate(request.ticket.run, to=successor, ttl=ttl, remember_for=self.remember_for)
+                self._rotate(self._gate, handover)
             except LockBackendError:
                 self.note_failure()
             else:
                 return
         if self._handovers.qsize() < MOST_ENDS:
-            self._handovers.put(_Handover(request.ticket.run, successor, ttl))
+            self._handovers.put(handover)
             self._wake.put(None)
 
     def call_later(self, seconds: float, do: Callable[[], None]) -> None:
@@ -203,19 +208,21 @@ class Renewer:
     def _run(self) -> None:
         due, renewed = 0.0, False
         while True:
-            soon = [due, *(end.due for end in self._later)]
-            if self._requests:
-                soon.append(time.monotonic() + REVOKED_AFTER)
+            # Not only if there are requests: a wake-up for each that comes would slow down the event loop.
+            soon = [due, time.monotonic() + CHECKED_AFTER, *(end.due for end in self._later)]
             waiting = self._wait(max(0.0, min(soon) - time.monotonic()))
             try:
                 self._free_revoked()
                 self._work_off()
+                waits = self._waiting_anew()
                 if time.monotonic() >= due or not self.answers():
                     due = time.monotonic() + self.lease / RENEWALS_PER_LEASE
-                    self._renew()
+                    self._renew(self._living())
                     self._announce()
                     self._gate_closed_until = 0.0
                     renewed = True
+                elif waits:
+                    self._renew(waits)
                 # A server may renew locks but refuse to free them: then ends of runs are still to be sent.
                 if self.failing and renewed and not self._later:
                     self.failing = False
@@ -246,9 +253,7 @@ class Renewer:
         while not self._handovers.empty():
             handover = self._handovers.get_nowait()
             try:
-                self.backend.rotate(
-                    handover.run, to=handover.successor, ttl=handover.ttl, remember_for=self.remember_for
-                )
+                self._rotate(self.backend, handover)
             except LockBackendError:
                 self._handovers.put(handover)
                 raise
@@ -265,6 +270,10 @@ class Renewer:
         self.backend.finish_many([ref for end in over for ref in end.ticket.refs[1:]], remember_for=self.remember_for)
         self._later = later
 
+    def _rotate(self, backend: BaseBackend, handover: _Handover) -> None:
+        run, successor, ttl, note = handover
+        backend.rotate(run, to=successor, ttl=ttl, remember_for=self.remember_for, note=note)
+
     def _free_revoked(self) -> None:
         """Free the locks of messages that were revoked while they wait in this worker, for an ETA or a retry."""
         if revoked or revoked_stamps:
@@ -280,10 +289,25 @@ class Renewer:
         # valuerefs() copies in one step: requests come and go in other threads meanwhile.
         return [request for weak in self._requests.valuerefs() if (request := weak()) is not None]
 
-    def _renew(self) -> None:
-        held = [(request, ref) for request in self._living() for ref in request.renewed()]
+    def _waiting_anew(self) -> list[Request]:
+        """Return the requests that have come since the last call, and still wait here after a moment.
+
+        Without a renewal, the search for lost messages would take those that a rate limit holds back for lost: Celery
+        keeps them where no question to the worker finds them.
+        """
+        found: list[Request] = []
+        while self._new and self._new[0][0] <= time.monotonic() - CHECKED_AFTER:
+            request = self._new.popleft()[1]()
+            if request is not None and id(request) in self._requests and request.time_start is None:
+                found.append(request)
+        return found
+
+    def _renew(self, requests: Sequence[Request]) -> None:
+        held = [(request, ref) for request in requests for ref in request.renewed()]
         renewals = self.backend.renew_many([ref for _, ref in held], lease=self.lease)
-        for (request, ref), renewal in zip(held, renewals, strict=True):
+        shown = [(request, ref) for request in requests for ref in request.shown_alive()]
+        renewals += self.backend.renew_many([ref for _, ref in shown], lease=0)
+        for (request, ref), renewal in zip(held + shown, renewals, strict=True):
             if request.ticket is None or ref.key != request.ticket.key:
                 continue  # the lock of a message in the queue ends with its start
             if renewal is Renewal.QUEUED and request.time_start is not None:

@@ -20,8 +20,8 @@ from kombu.utils.uuid import uuid
 from ..broker import own_broker
 from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
-from ..locks import time_to_start
-from ..locks.acquire import note_of_broker, unlocked_ticket
+from ..locks import delay_of, time_to_start
+from ..locks.acquire import note, note_of_broker, unlocked_ticket
 from ..locks.base import HEADER, Ref, Ticket, entry_of
 from ..locks.key import check_sendable, readable
 from ..locks.modes import overlap_for
@@ -49,6 +49,10 @@ PUT_BACK_AFTER = 1.0
 
 #: The same while RabbitMQ has an alarm: a quorum queue drops a message that it has delivered too often.
 PUT_BACK_AFTER_ALARM = 30.0
+
+
+#: Seconds for which the lock of a requeued message lasts at least, so that it can be received again: it may expire now.
+REDELIVERED_WITHIN = 5.0
 
 
 class _Escaped(ExceptionInfo):  # type: ignore[misc]
@@ -214,13 +218,24 @@ class Request(celery_request.Request):  # type: ignore[misc]
 
     def renewed(self) -> Sequence[Ref]:
         """Return the locks to renew; of a queued message with an expiry, only its turn."""
-        ticket = self.ticket
-        if ticket is None or (self._given_up and not self._given_to_pool):
+        if (ticket := self._held) is None:
             return ()
         turn = (ticket.turn,) if ticket.turn is not None else ()
-        if self.expires is None or self.time_start is not None:
+        if not self._ends_with_message:
             return (*ticket.refs, *turn)
         return turn if self.expires > datetime.now(UTC) else ()
+
+    def shown_alive(self) -> Sequence[Ref]:
+        """Return the locks of a queued message with an expiry: they are not renewed, as they end with the message."""
+        return self._held.refs if self._held is not None and self._ends_with_message else ()
+
+    @property
+    def _held(self) -> Ticket | None:
+        return None if self._given_up and not self._given_to_pool else self.ticket
+
+    @property
+    def _ends_with_message(self) -> bool:
+        return self.expires is not None and self.time_start is None
 
     def give_up_if_revoked(self) -> bool:
         """Return True once if the request was revoked while it waits here; Celery drops it only at its ETA."""
@@ -319,7 +334,10 @@ class Request(celery_request.Request):  # type: ignore[misc]
         # Also for a message that could not start: a server that hung may still grant its lock.
         if self.ticket is not None:
             self._over = True
-            renewer_of(self.app).hand_over(self, replace(self.ticket.run, nonce=""), at_once=at_once)
+            renewer, options = renewer_of(self.app), {"expires": self.expires}
+            ttl = time_to_start(options, queued_ttl=renewer.remember_for, now=datetime.now(UTC))
+            ttl = max(REDELIVERED_WITHIN, ttl)
+            renewer.hand_over(self, replace(self.ticket.run, nonce=""), ttl=ttl, at_once=at_once)
 
     def terminate(self, pool: BasePool, signal: str | int | None = None) -> None:
         """End the run by a signal to its process, and check soon for its death, which Celery may notice 5 s late.
@@ -406,8 +424,10 @@ class Request(celery_request.Request):  # type: ignore[misc]
             exc = exc_info.exception
             when = getattr(exc.exc if isinstance(exc, ExceptionWithTraceback) else exc, "when", None)
             renewer = renewer_of(self.app)
-            ttl = time_to_start({"eta": when}, queued_ttl=renewer.remember_for, now=datetime.now(UTC))
-            renewer.hand_over(self, self.ticket.successor().run, ttl=ttl)
+            options, now, retry = {"eta": when, "expires": self.expires}, datetime.now(UTC), self.ticket.successor().run
+            ttl = time_to_start(options, queued_ttl=renewer.remember_for, now=now)
+            sent = note(retry, broker=own_broker(self.app), delay=delay_of(options, now))
+            renewer.hand_over(self, retry, ttl=ttl, note=sent)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
         """Handle a time limit; the hard limit ends the run."""

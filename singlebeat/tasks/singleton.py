@@ -14,11 +14,12 @@ from celery.utils.imports import symbol_by_name
 from kombu.utils.uuid import uuid
 
 from .. import signals
+from ..broker import own_broker
 from ..config import Config
 from ..errors import DuplicateTaskError, LockBackendError, UnusableLockError
-from ..locks import backend_of
+from ..locks import backend_of, delay_of
 from ..locks import time_to_start as seconds_to_start
-from ..locks.acquire import Refused, free, plan_call
+from ..locks.acquire import Refused, free, note, note_of_call, plan_call
 from ..locks.base import (
     HEADER,
     RUN_HEADER,
@@ -289,7 +290,10 @@ class Singleton(Task):  # type: ignore[misc]
         backend, successor = self.singleton_backend, run.successor(generation(options))
         promised = False
         try:
-            promised = backend.promise(run.run, to=successor.run, ttl=self.time_to_start(options))
+            # Not by its options: they name the exchange through which the run came, maybe not that of the retry.
+            delay = delay_of(options, datetime.now(UTC))
+            sent = note(successor.run, broker=own_broker(self.app), delay=delay)
+            promised = backend.promise(run.run, to=successor.run, ttl=self.time_to_start(options), note=sent)
         except LockBackendError as exc:  # the successor's higher generation takes over the lock when it starts
             about = {"task": self.name, "id": run.task_id, "reason": exc}
             log.warning("%(task)s[%(id)s] goes on without its lock", event="unlocked", **about)
@@ -357,7 +361,8 @@ class Singleton(Task):  # type: ignore[misc]
         Raises:
             LockBackendError: the locks' server does not answer, or the lock's key holds other data.
         """
-        call = Call(Ref(lock, task_id), self.name, "", self.time_to_start(options), self.effective_lock_expiry)
+        ref, wait, expiry = Ref(lock, task_id), self.time_to_start(options), self.effective_lock_expiry
+        call = Call(ref, self.name, "", wait, expiry, note=note_of_call(self.app, ref, options))
         holder = self.singleton_backend.acquire_many([call])[0]
         if holder.verdict is Verdict.UNUSABLE:
             raise UnusableLockError(unusable(lock, holder.reason))

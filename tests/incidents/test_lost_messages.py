@@ -265,6 +265,28 @@ def test_a_call_goes_on_after_its_message_was_lost(celery, server, oracle, redis
         assert again.get(timeout=60) == "one"
 
 
+def test_a_call_that_its_worker_holds_back_is_never_called_lost(celery, server, redis):
+    """Of a task with a rate limit: Celery keeps the request where ``query_task`` does not look."""
+    conf = {"task_annotations": {f"{APP}.single": {"rate_limit": "1/m"}}, "singlebeat_lock_lease": 3}
+    worker = celery("worker", "-c", "1", conf=conf).ready()
+    with make_app(server.celery_url, {"singlebeat_lost_after": 0.5}) as app:
+        single, backend = app.tasks[f"{APP}.single"], backend_of(app)
+        single.delay("first")
+        second = single.apply_async(("second",), expires=600)
+        worker.wait_for(rf"{second.id}\] received", timeout=A_MINUTE)
+        key = single.generate_lock(single.name, ["second"])
+
+        def is_old() -> bool:
+            ((_, record),) = backend.read([key])
+            return Waiting.of(key, record).age > 2
+
+        wait_until(is_old, what="a lock that is old enough")
+
+        assert not LostMessages(app).search(backend, [key])
+        assert single.delay("second") == second
+        assert 0 < redis.ttl(key) <= 600, "no longer than its message"
+
+
 def test_a_purged_message_is_explained_and_its_lock_freed(celery, app, ask, redis):
     celery("worker", "-c", "1").ready()
     seen(app)

@@ -16,11 +16,12 @@ from celery.schedules import schedule
 from kombu import Exchange, Queue
 
 from singlebeat import Entry, Schedule, Scheduler
-from singlebeat.beat.lost_messages import BOUND, Found, Waiting, examine, may_yet_start
+from singlebeat.beat.lost_messages import BOUND, Found, LostMessages, Waiting, examine, may_yet_start
 from singlebeat.broker import ConfirmingSender
 from singlebeat.config import Config
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, Ticket
+from singlebeat.locks.key import behind_key
 from tests.incidents.tools import Beat, Incident, Tools
 from tests.rabbitmq.server import RabbitMQ, find_rabbitmq
 from tests.support import APP, CeleryLauncher, CeleryProcess, Oracle, RedisServer, free_port, wait_until
@@ -548,6 +549,30 @@ def test_rabbitmq_is_a_broker_like_any_other(
 ) -> None:
     queue = on_queue(f"{on_queue.__name__}_{list(CASES.values()).index(case)}")
     case(Stage(celery, oracle, {**conf_of(rabbit, server), **queue}))
+
+
+def test_a_call_that_rabbitmq_delays_is_never_called_lost(rabbit, celery, oracle, server):
+    """Between two tries it is in no queue that a worker reads, and in no worker."""
+    conf = {**conf_of(rabbit, server), **on_quorum_queue("delayed"), "singlebeat_lost_after": 1.5}
+    stage = Stage(celery, oracle, conf)
+    worker = stage.start("worker", "-c", "2").ready()
+    with stage.app() as app:
+        single, call = app.tasks[SINGLE], ("one", 60)
+        first = single.delay(*call)
+        later = single.apply_async(("later",), countdown=600, expires=3000)
+        oracle.wait_started(1, "one", timeout=60)
+        second = single.apply_async(call, overlap="buffer_one")
+        places = [behind_key(single.generate_lock(SINGLE, call)), single.generate_lock(SINGLE, ["later"])]
+        worker.wait_for(rf"{second.id}\] waits for its turn", count=6, timeout=60)  # each pause is longer than the last
+
+        assert not LostMessages(app).search(backend_of(app), places)
+
+        assert single.apply_async(call, overlap="buffer_one") == second
+        assert single.delay("later") == later
+        oracle.let_go("one")
+        oracle.wait_started(2, "one", timeout=60)
+        oracle.let_go("one")
+        assert [first.get(timeout=60), second.get(timeout=60)] == ["one"] * 2
 
 
 @pytest.mark.parametrize("task", ["rejecting", "single_rejecting"])

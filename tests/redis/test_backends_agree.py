@@ -67,6 +67,7 @@ def acquire(draw: st.DrawFn) -> Ask:
                 expiries,
                 payloads,
                 st.sampled_from([IfHeld.LEAVE, *IfHeld]),
+                state=st.sampled_from(["queued", "queued", "queued", "timed"]),
             ).map(lambda call: replace(call, entry=entry_of(call.ref))),
             min_size=1,
             max_size=2,
@@ -102,8 +103,8 @@ def promise(draw: st.DrawFn) -> Ask:
 
 @st.composite
 def renew(draw: st.DrawFn) -> Ask:
-    refs = draw(st.lists(anybody, min_size=1, max_size=2))
-    return Ask("renew", lambda b: b.renew_many(refs, lease=LEASE), refs)
+    refs, lease = draw(st.lists(anybody, min_size=1, max_size=2)), draw(st.sampled_from([LEASE, LEASE, 0.0]))
+    return Ask("renew", lambda b: b.renew_many(refs, lease=lease), refs, lease)
 
 
 @st.composite

@@ -19,12 +19,13 @@ from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from singlebeat import Entry, Schedule, clocked
+from singlebeat import Entry, Schedule, Singleton, clocked
 from singlebeat.beat.delivery import Busy, Reader
 from singlebeat.beat.entries import save
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease, Term
+from singlebeat.beat.lost_messages import MOST, LostMessages
 from singlebeat.beat.store.claims import Store
 from singlebeat.cli import COMMANDS, main
 from singlebeat.diagnosis.doctor.beats import _leadership
@@ -34,6 +35,7 @@ from singlebeat.diagnosis.doctor.workers import _queues
 from singlebeat.diagnosis.workers import Workers
 from singlebeat.locks import backend_of, clear_locks
 from singlebeat.locks.base import RUN_HEADER, Call, Ref, Verdict
+from singlebeat.locks.key import suspects_key
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.locks.redis import RedisBackend
 from singlebeat.run_results import flush_ends, record_end_of_message
@@ -534,6 +536,42 @@ def test_unlock_examines_a_lock_queued_before_the_clock_was_set_back(cli, app, r
         "task queued-one was queued before the clock of the locks' server was set back, and its lock is not freed: "
         in cli("unlock", "queued-one", code=1).output
     )
+
+
+def hourly() -> None:
+    """Do nothing."""
+
+
+@pytest.mark.parametrize("by", ["until_expired", "a program"])
+def test_a_lock_that_ends_by_time_alone_is_no_lost_message(bench, cli, findings, no_worker_is_awaited, by):
+    """Its message may have run long ago, or there is none: it excludes equal calls until then."""
+    app, backend = bench.app, backend_of(bench.app)
+    options = {"lock": "until_expired", "lock_expiry": 600} if by == "until_expired" else {}
+    task = app.task(hourly, name="app.hourly", base=Singleton, shared=False, **options)
+    lock = task.generate_lock(task.name)
+    if by == "a program":
+        assert backend.lock(lock, "maintenance", 600)
+    first = task.delay()
+    app.backend.mark_as_done(first.id, None)
+    bench.redis.hincrby(lock, "since", -60_000)
+    bench.put("e", task=task.name, args=[])
+    bench.scheduler(app=app)
+    bench.tick()
+    assert bench.history[-1]["decision"] == "skipped_overlap"
+    assert not LostMessages(app).search(backend, [lock])
+    assert not backend.suspects(suspects_key("SINGLETONLOCK_"), MOST)
+
+    assert f" {first.id}  timed " in re.sub("  +", "  ", cli("locks", app=app).output)
+    assert f"Task {first.id} holds its lock for a fixed time" in cli("explain", "e", app=app).output
+    assert "0 of 0 old queued locks were freed" in cli("unlock", "--stale", app=app).output
+    assert re.search(
+        rf"task {first.id} holds its lock for a fixed time, .* ends in \d+ s\. --force frees it now",
+        cli("unlock", first.id, app=app, code=1).output,
+    )
+    assert not [text for _, text in findings("locks", app=app)]
+    assert task.delay() == first
+    cli("unlock", "--force", first.id, app=app)
+    assert not task.delay().is_duplicate
 
 
 def test_unlock_leaves_a_run_alone_that_began_while_the_workers_were_asked(cli, app, redis, monkeypatch):

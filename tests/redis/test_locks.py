@@ -407,6 +407,31 @@ def test_a_message_that_waits_for_its_turn_takes_the_place_behind(backend, redis
     assert not redis.exists(BEHIND, TURN)
 
 
+def test_a_call_that_asks_in_vain_keeps_its_place_and_is_seen(backend, redis, lives):
+    """Its worker has it for a moment only, and renews nothing: the broker delays it, and no queue has it then."""
+    acquire(backend)
+    begin(backend)
+    acquire(backend, B, if_held=IfHeld.JOIN, ttl=SLACK)
+    redis.hset(BEHIND, "worker", "one that had it before")
+
+    assert begin(backend, replace(B, nonce="n2"), queued=BEHIND, turn_ttl=QUEUED_TTL).verdict is Verdict.HELD
+
+    assert lives(QUEUED_TTL, BEHIND)
+    ((_, record),) = backend.read([BEHIND])
+    assert "worker" not in record
+    assert 0 <= int(record["now"]) - int(record["renewed"]) < SLACK * 1000
+
+
+def test_a_call_that_asks_in_vain_keeps_its_place_no_longer_than_it_may(backend, redis, lives):
+    acquire(backend)
+    begin(backend)
+    acquire(backend, B, if_held=IfHeld.JOIN, expiry=SLACK)
+
+    assert begin(backend, replace(B, nonce="n2"), queued=BEHIND, turn_ttl=QUEUED_TTL).verdict is Verdict.HELD
+
+    assert lives(SLACK, BEHIND)
+
+
 @pytest.mark.parametrize(("waited", "verdict"), [(29.0, Verdict.STARTED), (31.0, Verdict.HELD)])
 def test_a_call_in_turn_is_overtaken_for_half_a_minute_only(backend, redis, waited, verdict):
     acquire(backend)
@@ -1221,6 +1246,20 @@ def test_a_message_that_waits_in_a_worker_is_renewed_and_never_shortened(backend
     assert lives(QUEUED_TTL)
     assert renew(backend, lease=QUEUED_TTL * 2) is Renewal.QUEUED
     assert lives(QUEUED_TTL * 2)
+
+
+@pytest.mark.parametrize(("state", "renewal"), [("queued", Renewal.QUEUED), ("running", Renewal.RUNNING)])
+def test_a_renewal_without_a_lease_only_shows_that_the_message_lives(backend, redis, lives, state, renewal):
+    acquire(backend, ttl=2 * SLACK)
+    if state == "running":
+        begin(backend, lease=2 * SLACK)
+    backend.worker = "w1"
+
+    assert backend.renew_many([RUN], lease=0) == [renewal]
+
+    assert lives(2 * SLACK)
+    assert redis.hget(LOCK, "worker") == "w1"
+    assert int(redis.hget(LOCK, "renewed")) >= int(redis.hget(LOCK, "since"))
 
 
 def test_a_copy_cannot_renew_the_lock_of_the_run(backend, lives):

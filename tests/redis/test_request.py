@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -110,6 +111,20 @@ def test_a_message_that_waits_for_its_turn_is_encoded_as_it_was(app, deliver, ow
     assert set(again.request_dict[HEADER]) == set(first.request_dict[HEADER])
 
 
+@pytest.mark.parametrize("parent", [None, "p"])
+def test_a_message_that_waits_for_its_turn_keeps_its_parent(app, deliver, parent):
+    """A sender that is no task gives it none: Celery would take the message itself for its parent."""
+    task = task_of(app, overlap="buffer_all")
+    other = Ref(task.generate_lock(task.name, ["a"]), "other", nonce="n")
+    backend_of(app).begin(other, lease=60, remember_for=60, task=task.name, arguments="")
+    sent = task.apply_async(["a"], parent_id=parent, root_id=parent)
+
+    for _ in range(2):
+        request = deliver(task)
+        assert (request.parent_id, request.root_id) == (parent, parent or sent.id)
+        started(request)
+
+
 @pytest.mark.parametrize(
     ("when", "seconds"),
     [(None, 3600), (0, 3600), (9000, 12_600), (timedelta(seconds=9000), 12_600)],
@@ -130,6 +145,67 @@ def test_the_lock_of_a_plain_task_waits_for_its_retry_with_the_countdown(app, de
 
     assert redis.hmget(lock, "state", "gen") == ["queued", "1"]
     assert seconds - 300 < redis.pttl(lock) / 1000 <= seconds
+
+
+def why_not_late(app: Celery, redis: Any, lock: str) -> str:
+    """Return why the message of a lock may yet start though it was queued a minute ago."""
+    redis.hincrby(lock, "since", -60_000)
+    ((_, record),) = backend_of(app).read([lock])
+    return lost.may_yet_start(lost.Waiting.of(lock, record), Config.of(app))
+
+
+@pytest.mark.parametrize("key", ["", "SINGLETONLOCK_own"], ids=["apply_async", "lock_and_run"])
+@pytest.mark.parametrize("options", [{"lock_expiry": 3000}, {}], ids=["lock_expiry", "expires"])
+def test_a_call_with_a_countdown_is_not_late_before_its_time(app, redis, options, key):
+    """Neither ``expires`` nor ``lock_expiry``, which end the lock early, hide that it has to wait."""
+    task = task_of(app, **options)
+    given = {"countdown": 600, **({} if options else {"expires": 3000})}
+    if key:
+        task.lock_and_run(key, args=["a"], **given)
+    else:
+        task.apply_async(["a"], **given)
+
+    said = why_not_late(app, redis, key or task.generate_lock(task.name, ["a"]))
+
+    assert re.fullmatch(r"its message counts as late only after 6(30|29\.\d+) s", said)
+
+
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_retry_with_a_countdown_is_not_late_before_its_time(app, deliver, redis, base):
+    """It is in the worker, which shows that it lives, or in the broker, which may delay it."""
+    task = app.task(retries_later, name="app.later", bind=True, base=base, shared=False)
+    task_id, lock = uuid(), "SINGLETONLOCK_a"
+
+    started(deliver(task, [], id=task_id, expires=later(3000), **{HEADER: {"id": task_id, "key": lock}}))
+    renewer_of(app).flush()
+
+    assert redis.hmget(lock, "state", "gen") == ["queued", "1"]
+    assert 2400 < redis.ttl(lock) <= 3000
+    assert re.fullmatch(r"its message counts as late only after 6(30|29\.\d+) s", why_not_late(app, redis, lock))
+
+
+@pytest.mark.parametrize(("expires", "least", "most"), [(None, 3000, 3600), (100, 40, 100), (-1, 0, 5)])
+def test_the_lock_of_a_requeued_message_ends_with_the_message(app, deliver, redis, expires, least, most):
+    """RabbitMQ drops a requeued message that has expired: no worker would ever free its lock."""
+    task, task_id, lock = task_of(app, acks_late=True), uuid(), "SINGLETONLOCK_a"
+    headers = {"expires": later(expires)} if expires else {}
+    request = deliver(task, ["a"], id=task_id, **headers, **{HEADER: {"id": task_id, "key": lock}})
+    backend_of(app).begin(request.ticket.run, lease=60, remember_for=60, task=task.name, arguments="")
+
+    request.reject(requeue=True)
+
+    assert redis.hget(lock, "state") == "queued"
+    assert least < redis.pttl(lock) / 1000 <= most
+
+
+def retries_later(self: Any) -> None:
+    """Retry in ten minutes."""
+    raise self.retry(countdown=600)
+
+
+def later(seconds: float) -> str:
+    """Return a time as messages have it."""
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
 
 
 # ---------------------------------------------------------------- messages that come back from a dead letter exchange
@@ -302,7 +378,7 @@ def test_a_key_that_no_server_takes_spoils_no_other_lock_of_its_worker(
 
     hostile = deliver(bad, [key], id=task_id, **told)
     hostile.time_start = time.time()
-    renewer._renew()
+    renewer._renew(renewer._living())
 
     assert redis.pttl(run.ticket.key) > 1000
     hostile.acknowledged = True
@@ -446,7 +522,7 @@ def test_an_unreadable_lock_does_not_stop_the_renewal_of_others(app, deliver, re
         request.time_start = time.time()
     redis.set(done_key(spoiled.ticket.key), "no zset")
 
-    renewer._renew()
+    renewer._renew(renewer._living())
 
     assert redis.hget(other.ticket.key, "state") == "running", "it began while the server was away"
 
@@ -976,6 +1052,22 @@ def test_a_returning_message_waits_for_a_quicker_equal_call(app, deliver, redis,
 
     skipped = how == "neither"
     assert (redis.llen("celery"), first.state) == ((0, states.REVOKED) if skipped else (1, states.PENDING))
+
+
+@pytest.mark.parametrize("expires", [None, 1000])
+def test_a_message_that_waits_in_a_worker_soon_shows_that_it_lives(app, deliver, redis, expires):
+    """Of a task with a rate limit, the search for lost messages sees it nowhere else."""
+    app.conf.singlebeat_lock_lease = 3000.0  # the next renewal of all is long after the test
+    task = task_of(app)
+    locks = [task.generate_lock(task.name, [user]) for user in "ab"]
+    renewer_of(app).serve("w", name="")
+    requests = []
+    for user, lock in zip("ab", locks, strict=True):
+        task.apply_async([user], expires=expires)
+        requests.append(deliver(task))
+        wait_until(lambda lock=lock: redis.hget(lock, "renewed"), timeout=30, what="a sign of life")
+
+    assert redis.ttl(locks[1]) <= (expires or 3600)
 
 
 @pytest.mark.parametrize("expires", [None, 1000])

@@ -2538,6 +2538,17 @@ def test_an_invalid_entry_of_beat_schedule_harms_no_other_entry(server, redis, b
     assert all(name in caplog.text for name in ("unknown", "unstorable", "nothing"))
 
 
+def test_a_policy_as_an_option_of_beat_schedule_is_refused_in_a_sentence(server, bench_on, caplog):
+    """The schedule's JSON has such a field, so that it is tried."""
+    given = {"task": PLAIN, "schedule": 60, "policy": {"overlap": "buffer_one", "jitter": 3}}
+
+    bench_on(server, beat_schedule={"e": given}).scheduler().tick()
+
+    (said,) = [each for each in caplog.records if "event=not_added" in each.message]
+    assert "policy must be an EntryPolicy, not a dict: put overlap, jitter beside task" in said.message
+    assert said.exc_info is None
+
+
 class Unwell(BaseSchedule):
     """A schedule that fails at each call, like one that asks an unreachable server."""
 

@@ -17,6 +17,7 @@ NOW = 2_000_000_000_000
 
 #: Of a message that beat has sent a minute ago.
 RECORD = {"id": "a", "gen": "0", "state": "queued", "since": str(NOW - 60_000), "now": str(NOW), "ttl": "3540"}
+CALL = {"sent": note(Ref("k", "a"), broker="redis://h:6379/0", delay=0)}
 SENT = {"sent": note(Ref("k", "a"), broker="redis://h:6379/0", queue="q", delay=0)}
 
 
@@ -36,7 +37,13 @@ def reason(**fields: Any) -> str:
         pytest.param({}, "", id="a call"),
         pytest.param(SENT, "", id="a run"),
         pytest.param({"since": str(NOW - 20_000)}, "its message counts as late only after 30 s", id="a young one"),
-        pytest.param({"ttl": "3600"}, "its countdown or eta is not over, or ended just now", id="a countdown"),
+        pytest.param(
+            {"ttl": "3600"}, "its countdown or eta is not over, or ended just now", id="a countdown of an older version"
+        ),
+        pytest.param({"ttl": "3600", **CALL}, "", id="a call whose delay is known"),
+        pytest.param(
+            {"ttl": "0.5", **CALL}, "it is not known whether its message was sent", id="a call that may not be sent"
+        ),
         pytest.param(
             {"ttl": "0.5"}, "it is not known whether its message was sent", id="one that is not known to be sent"
         ),
@@ -47,6 +54,10 @@ def reason(**fields: Any) -> str:
             id="taken",
         ),
         pytest.param({"worker": "w", "renewed": str(NOW - 31_000)}, "", id="taken by a worker that is gone"),
+        pytest.param(
+            {"renewed": str(NOW - 9_000)}, "its message asked for the lock 9 s ago, and asks again", id="one that waits"
+        ),
+        pytest.param({"renewed": str(NOW - 31_000)}, "", id="one that has not asked again"),
         pytest.param({"worker": "w", "renewed": str(NOW - 61_000)}, "", id="taken before it was queued again"),
     ],
 )
@@ -71,6 +82,17 @@ def test_a_message_in_another_broker_is_left_to_that_one():
 AHEAD = {"since": str(NOW + 18_000_000), "ttl": str(18_000 + 3_600)}
 
 
+@pytest.mark.parametrize(("renewed", "is_late"), [(9, False), (11, True)])
+def test_a_message_that_waits_is_not_late_before_it_asks_again(renewed, is_late):
+    """Also where a lease is shorter than the pause between two tries."""
+    app = Celery(set_as_current=False)
+    app.conf.singlebeat_lock_lease = 2.0
+
+    found = may_yet_start(waiting(renewed=str(NOW - renewed * 1000)), Config.of(app))
+
+    assert not found if is_late else "asks again" in found
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
@@ -78,7 +100,8 @@ AHEAD = {"since": str(NOW + 18_000_000), "ttl": str(18_000 + 3_600)}
         pytest.param(SENT, "", id="a run"),
         pytest.param({"ttl": "3500"}, "", id="one that a call has met since then"),
         pytest.param({"ttl": "3660"}, "its countdown or eta may not be over", id="a countdown that a call has met"),
-        pytest.param({"ttl": "21660"}, "its countdown or eta may not be over", id="a countdown"),
+        pytest.param({"ttl": "21660"}, "its countdown or eta may not be over", id="a countdown of an older version"),
+        pytest.param({"ttl": "21660", **CALL}, "", id="a call whose delay is known"),
         pytest.param(
             {"sent": note(Ref("k", "a"), broker="redis://h:6379/0", queue="q", delay=40)},
             "eta may not be over",

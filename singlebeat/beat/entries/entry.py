@@ -127,6 +127,9 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         prepare(app)
         kwargs: dict[str, Any] = {**options}
         wishes = {name: kwargs.pop(name) for name in EntryPolicy.names() & kwargs.keys()}
+        if policy is not None and not isinstance(policy, EntryPolicy):
+            hint = f": put {', '.join(map(str, policy))} beside task" if isinstance(policy, dict) else ""
+            raise EntryError(f"policy must be an EntryPolicy, not a {type(policy).__name__}{hint}")
         self.policy = policy or EntryPolicy.of(wishes)
         # Celery would read the schedule's own clock: that is slow, and a user's own class may return anything.
         made_at = datetime.now(UTC)
