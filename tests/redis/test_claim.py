@@ -564,10 +564,10 @@ def test_a_retry_that_cannot_be_sent_says_why_in_an_outage(define, redis, messag
     def body(self: Any) -> None:
         promise = type(self.singleton_backend).promise
 
-        def fails_to_take_back(backend: Any, run: Ref, *, to: Ref | None, ttl: float) -> bool:
+        def fails_to_take_back(backend: Any, run: Ref, *, to: Ref | None, ttl: float, note: str = "") -> bool:
             if to is None:
                 raise LockBackendError("the locks' server is away")
-            return promise(backend, run, to=to, ttl=ttl)
+            return promise(backend, run, to=to, ttl=ttl, note=note)
 
         monkeypatch.setattr(type(self.singleton_backend), "promise", fails_to_take_back)
         raise self.retry(kwargs={"unknown to JSON": object()})

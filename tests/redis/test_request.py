@@ -150,6 +150,7 @@ def test_the_lock_of_a_plain_task_waits_for_its_retry_with_the_countdown(app, de
 def why_not_late(app: Celery, redis: Any, lock: str) -> str:
     """Return why the message of a lock may yet start though it was queued a minute ago."""
     redis.hincrby(lock, "since", -60_000)
+    redis.hdel(lock, "renewed")  # while it ran, maybe: long before it was queued
     ((_, record),) = backend_of(app).read([lock])
     return lost.may_yet_start(lost.Waiting.of(lock, record), Config.of(app))
 
