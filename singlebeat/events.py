@@ -236,7 +236,7 @@ EVENTS: Mapping[str, Event] = {
     "in_doubt": Event(
         (WARNING,),
         "A lock has been queued for ten times ``singlebeat_lost_after``, and its message may be lost: ``reason``, and "
-        "the command that frees the lock. Logged once for each message.",
+        "the command that frees the lock. Logged once in ten minutes for each queue, with one lock as an example.",
     ),
     "ran_elsewhere": Event(
         (WARNING,),

@@ -160,6 +160,13 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
             yield from _outlook(facts, facts.entry)
 
 
+def _whose(facts: Facts, refused: str) -> str:
+    """Return that a refusal may concern this process alone; empty if it does not, or if runs are late indeed."""
+    if refuses_writes(refused) or facts.pending is not None or facts.state.overdue or not facts.state.works:
+        return ""
+    return ", as far as beat and workers have the Redis user of this process"
+
+
 def _leadership(facts: Facts) -> Iterator[str]:
     """Say what keeps beat from sending runs in time, or that a beat of RedBeat leads."""
     if facts.state.sent_elsewhere:
@@ -168,7 +175,7 @@ def _leadership(facts: Facts) -> Iterator[str]:
         yield f"{_sentence(text)}."
     if facts.refused:
         what = "Nothing is sent" if refuses_writes(facts.refused) else "Runs may not be sent or recorded"
-        yield f"{what} because of the schedule's server: {facts.refused.rstrip('.')}."
+        yield f"{what} because of the schedule's server: {facts.refused.rstrip('.')}{_whose(facts, facts.refused)}."
     elif facts.state.why_leaderless:
         yield f"{_sentence(facts.state.why_leaderless)}."
     elif not facts.state.works and facts.state.is_shared:
@@ -189,7 +196,8 @@ def _refusals(facts: Facts) -> Iterator[str]:
         refused = facts.broker_refused.rstrip(".")
         yield f"{_sentence(refused)}. So it is not known what workers do; without that right, they may start nothing."
     if facts.locks_refused:
-        yield f"Runs may not be sent or started because of {facts.locks_refused.rstrip('.')}."
+        refused = f"{facts.locks_refused.rstrip('.')}{_whose(facts, facts.locks_refused)}"
+        yield f"Runs may not be sent or started because of {refused}."
 
 
 def _pending(facts: Facts) -> Iterator[str]:

@@ -86,6 +86,9 @@ MOST_READ = 1000
 #: A lock in doubt is logged after so many times ``singlebeat_lost_after``.
 DOUBTED_AFTER = 10
 
+#: Seconds until locks of the same queue that are in doubt are logged again.
+DOUBTED_EVERY = 600.0
+
 #: The end of a sentence about a command that frees a lock in doubt.
 FREES_NOW = "frees it now; a message that starts later acquires the lock again"
 
@@ -532,7 +535,7 @@ class LostMessages:
         self._suspects: dict[str, None] = {}
         self._news, self._stopped = threading.Event(), False
         self._thread: threading.Thread | None = None
-        self._answers, self._doubted = Answers(), dict[Ref, None]()
+        self._answers, self._doubted = Answers(), dict[str, float]()
         self._poll_at = time.monotonic() + EVERY
 
     def poll(self) -> None:
@@ -593,14 +596,17 @@ class LostMessages:
         return free(self.app, found, backend=backend)
 
     def _log_doubts(self, found: Iterable[Found]) -> None:
-        """Log once of each lock that it has been in doubt for long."""
-        late = DOUBTED_AFTER * (self._patience or PAUSE)
+        """Log which locks have been in doubt for long, by one example for each queue, now and then."""
+        late, doubted = DOUBTED_AFTER * (self._patience or PAUSE), dict[str, list[Found]]()
         for each in found:
-            lock = each.lock
-            if each.in_doubt and lock.age >= (lock.delay or 0.0) + late and lock.ref not in self._doubted:
-                self._doubted[lock.ref] = None
-                about = {"task": lock.task, "id": lock.ref.task_id, "entry": lock.entry}
-                reason = f"{each.reason}. {each.way_out}"
-                log.warning("beat: A lock stays, and its message may be lost", event="in_doubt", **about, reason=reason)
-        while len(self._doubted) > MOST:
-            del self._doubted[next(iter(self._doubted))]
+            if each.in_doubt and each.lock.age >= (each.lock.delay or 0.0) + late:
+                doubted.setdefault(each.lock.queue, []).append(each)
+        self._doubted = {queue: at for queue, at in self._doubted.items() if at > time.monotonic() - DOUBTED_EVERY}
+        for queue, (first, *others) in doubted.items():
+            if queue in self._doubted:
+                continue
+            self._doubted[queue] = time.monotonic()
+            about = {"task": first.lock.task, "id": first.lock.ref.task_id, "entry": first.lock.entry}
+            reason = f"{first.reason}. If it is lost, {first.way_out}"
+            reason += f". So with {len(others)} more locks" if others else ""
+            log.warning("beat: A lock stays, and its message may be lost", event="in_doubt", **about, reason=reason)

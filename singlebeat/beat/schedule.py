@@ -21,7 +21,7 @@ from ..lua import script
 from ..overlap import Overlap
 from . import store
 from .calendar.zone import given_instant
-from .entries.author import Author
+from .entries.author import PERMITTED, Author
 from .entries.backfill import Span
 from .entries.entry import PARKED, Entry, Meta
 from .entries.fields import BATCH, read_fields, write_fields
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from .page import Sort
 
 __all__ = ("Schedule",)
+
+PROPOSE = script(store.__name__, "propose", PERMITTED)
 
 T = TypeVar("T")
 
@@ -567,7 +569,7 @@ class Schedule:
             raise EntryError(f"change {to!r} has added entry {name!r}, so there is no entry to go back to: delete it")
         past = _past(changes, at) if not stored[0] else {}
         entry = Entry.from_fields(key, definition, past.get("meta"), policy, past.get("since"), app=self.app)
-        if past.get("meta"):
+        if not stored[0]:  # the times that have passed are not made up for
             entry = entry.with_past(replace(entry.meta, since=self._now()))
         entry.version = stored[0] or "", stored[2] or ""
         return self._save(entry, action="revert", note=f"to before {to}")
@@ -657,7 +659,7 @@ class Schedule:
     ) -> None:
         key, deadline = self.keys.named(name), time.monotonic() + timeout
         args = (key, *((occurrence.id, occurrence.encode()) if occurrence else ("", "")), found, at)
-        while (verdict := script(store.__name__, "propose")(self._client, [key, self.keys.pending], args)) == "pending":
+        while (verdict := PROPOSE(self._client, [key, self.keys.pending], args)) == "pending":
             if time.monotonic() >= deadline:
                 raise ConflictError(
                     f"entry {name!r} has an occurrence that was not sent within {timeout:g} s: does a beat run? "

@@ -55,7 +55,7 @@ HEADERS: Mapping[str, str] = MappingProxyType(
             "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
         ),
         "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
+        "Referrer-Policy": "same-origin",  # with none, browsers send Origin: null over plain HTTP
         "Cache-Control": "no-store",
         "Cross-Origin-Opener-Policy": "same-origin",
         "Cross-Origin-Resource-Policy": "same-origin",

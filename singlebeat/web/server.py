@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from anyio import CapacityLimiter, to_thread
 from anyio.lowlevel import RunVar
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -61,6 +62,8 @@ def make_app(site: Site, gate: Gate, *, nonce: Callable[[Any], str] | None = Non
             if asked.is_of_api:
                 return _response(site.refuse(asked, exc), asked)
             return Response(str(exc), exc.status, media_type="text/plain")
+        except ClientDisconnect:  # while it sent the body
+            return Response(status_code=400)
         return await to_thread.run_sync(answer, asked, request, limiter=_limiter(asked))
 
     def answer(asked: PageRequest, request: Request) -> Response:

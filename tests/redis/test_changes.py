@@ -584,3 +584,16 @@ def test_a_hostile_name_is_shown_escaped(bench, cli):
 
     assert "\x1b" not in cli("changes").output
     assert "a\\nb" in cli("changes").output
+
+
+def test_an_entry_removed_by_another_program_comes_back_on_time(bench, redis):
+    bench.schedule.upsert("nightly", f"{APP}.plain", schedule(HOUR))
+    bench.tick()
+    (change,) = bench.schedule.changes("nightly")
+    redis.delete("redbeat:nightly")
+    redis.zrem("redbeat::schedule", "redbeat:nightly")
+    bench.schedule.revert("nightly", change.id)
+    bench.tick(2)
+
+    assert bench.names == []
+    assert redis.zscore("redbeat::schedule", "redbeat:nightly") > datetime.now(UTC).timestamp() + 3000

@@ -20,6 +20,7 @@ from singlebeat.beat.entries.pauses import PAUSE
 from singlebeat.beat.entries.statics import OWN, PARK, UNPARK
 from singlebeat.beat.leadership.lease import resign
 from singlebeat.beat.one_write import OneWrite
+from singlebeat.beat.schedule import PROPOSE
 from singlebeat.beat.store.changes import NOTICE
 from singlebeat.beat.store.claims import SETTLE
 from singlebeat.beat.store.dispatches import DISPATCH
@@ -260,6 +261,7 @@ CALLING = {
     "own": OWN,
     "park": PARK,
     "pause": PAUSE,
+    "propose": PROPOSE,
     "save": SAVE,
     "settle": SETTLE,
     "unpark": UNPARK,

@@ -89,7 +89,10 @@ def test_the_replies_are_in_the_order_of_the_rows(script, redis):
 )
 def test_any_bytes_pass_through_a_row_and_back(server, redis, text):
     with private(server.url, timeout=5) as client:
-        keys, row = ("{1}", "{1}:done", "{1}:next", "{1}:turn"), (text, 0, 1000, 0, "task", text, "", "", "", "", "", "queued")
+        keys, row = (
+            ("{1}", "{1}:done", "{1}:next", "{1}:turn"),
+            (text, 0, 1000, 0, "task", text, "", "", "", "", "", "queued"),
+        )
 
         reply = json.loads(SCRIPTS["acquire"](client, keys, (0, 0, packed([row]))))
 

@@ -440,6 +440,34 @@ def test_entries_whose_places_were_removed_by_hand_stay_without_them(bench, redi
     assert logged("places_restored") == []
 
 
+def test_a_few_entries_that_are_removed_at_once_stay_removed(bench, redis, logged):
+    """Even if they are the witnesses."""
+    for number in range(40):
+        bench.put(f"e{number}", ago=timedelta())
+    bench.tick(2)
+    removed = [*redis.smembers("redbeat::placed")]
+    redis.zrem(SCHEDULE, *removed)
+    bench.tick(3)
+
+    assert redis.zmscore(SCHEDULE, removed) == [None] * len(removed)
+    assert len(removed) == 16
+    assert logged("places_restored") == []
+
+
+def test_lost_places_are_noticed_though_a_program_stores_its_own_again(bench, redis):
+    for number in range(60):
+        bench.put(f"e{number}", ago=timedelta())
+    bench.tick(2)
+    bench.schedulers[-1].close()
+    redis.delete(SCHEDULE)
+    for number in range(20):
+        bench.put(f"e{number}", ago=timedelta())
+    bench.scheduler()
+    bench.tick(3)
+
+    assert redis.zcard(SCHEDULE) == 60
+
+
 @pytest.mark.parametrize("ends", [True, False], ids=["killed", "refused"])
 def test_a_search_for_lost_places_that_ends_early_is_begun_again(bench, redis, monkeypatch, ends):
     """Even if most places are there again by then."""

@@ -862,3 +862,33 @@ def test_an_error_and_its_advice_are_two_sentences():
 
     assert with_advice(error).endswith("'maxmemory'. Its memory is full: free some, or raise maxmemory")
     assert with_advice(ResponseError("no.")) == "no"
+
+
+@pytest.mark.parametrize("lacking_right", ["hset", "zadd"])
+def test_a_trigger_that_needs_a_missing_right_proposes_nothing(cli, bench, lacking, redis, lacking_right):
+    bench.put("a")
+    with lacking(lacking_right) as (mute, _):
+        assert grant(lacking_right) in cli("trigger", "a", app=mute.app, code=2).output
+
+    assert not redis.hexists("redbeat:a", "pending")
+
+
+def test_explain_blames_no_beat_for_the_rights_of_its_own_user(cli, bench, lacking):
+    bench.put("a")
+    bench.tick()
+    with lacking("hset") as (mute, _):
+        explained = cli("explain", "a", app=mute.app).output
+
+    assert "lacks HSET: grant +hset (docs, Rights), as far as beat and workers have the Redis user of this" in explained
+
+
+def test_the_doctor_names_an_evicting_server_to_a_user_without_config(findings, lacking, redis):
+    redis.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        with lacking("config") as (mute, _):
+            texts = [text for _, text in findings("schedule's server", app=mute.app)]
+    finally:
+        redis.config_set("maxmemory-policy", "noeviction")
+
+    assert any("maxmemory-policy is allkeys-lru" in text for text in texts)
+    assert any("grant +config|get" in text for text in texts)

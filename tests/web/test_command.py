@@ -110,11 +110,14 @@ def test_unfinished_requests_keep_no_one_from_the_page(serve, tmp_path):
     ],
     ids=["nothing", "head", "body"],
 )
-def test_a_connection_with_an_unfinished_request_is_closed(serve, begun):
-    with socket.create_connection(("127.0.0.1", serve(quick=True)), 30) as client:
+def test_a_connection_with_an_unfinished_request_is_closed(serve, begun, tmp_path):
+    port = serve(quick=True)
+    with socket.create_connection(("127.0.0.1", port), 30) as client:
         client.sendall(begun)
 
         assert _read_all(client) == b""
+    _get(port)  # what came before it is logged then
+    assert (tmp_path / "log").read_text() == ""
 
 
 def test_a_request_that_arrives_byte_by_byte_is_cut_off(serve):

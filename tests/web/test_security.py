@@ -387,7 +387,7 @@ def test_every_answer_has_the_headers_of_security(visit, path):
 
     assert headers["content-security-policy"] == CSP
     assert headers["x-content-type-options"] == "nosniff"
-    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["referrer-policy"] == "same-origin"
     assert headers["cache-control"] == "no-store"
 
 

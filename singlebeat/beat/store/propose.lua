@@ -1,6 +1,6 @@
 --- propose: give an entry an occurrence that its schedule does not ask for; the leader sends it in its next tick.
 --
--- A repetition of the call, after its reply was lost, returns "proposed" again and writes nothing, even if the
+-- It uses permitted. A repetition of the call, after its reply was lost, returns "proposed" again and writes nothing, even if the
 -- occurrence was sent meanwhile.
 --
 -- KEYS[1]  entry       hash: definition, pending, backfill, asked: ids of the last occurrences that were proposed
@@ -16,6 +16,7 @@
 --          moved     another call has continued the backfill
 --          missing   the entry does not exist
 --          (only proposed writes anything else)
+--          an error if the server refuses a command, and nothing was written
 
 local entry, pending, member, id, occurrence, found, at = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 
@@ -36,6 +37,10 @@ if at ~= found and (stored[3] or "") ~= found then
   return "moved"
 end
 
+local refused = permitted({entry, entry, pending}, {"HSET", "HDEL", "ZADD"})
+if refused then
+  return refused
+end
 if id ~= "" then
   -- More than are proposed while a client repeats a call.
   redis.call("HSET", entry, "pending", occurrence, "asked", string.sub(id .. asked, 1, 2400))

@@ -18,8 +18,8 @@ __all__ = ("Server", "eviction_policy")
 def eviction_policy(client: RedisClient) -> str | None:
     """Return a server's ``maxmemory-policy``, None if the server does not return it."""
     try:
-        return str(client.config_get("maxmemory-policy").get("maxmemory-policy") or "") or None
-    except RedisError:  # the user may not ask, or the server has no such setting
+        return str(client.info("memory").get("maxmemory_policy") or "") or None
+    except RedisError:  # the user may not ask
         return None
 
 
@@ -41,9 +41,10 @@ class Server:
         client = schedule_client(app)
         version = str(client.info("server").get("redis_version", "?"))  # first, for it raises
         eviction = eviction_policy(client)
+        if client.info("persistence").get("aof_enabled"):
+            return cls(version, eviction, "everything")
         try:
-            appends = client.config_get("appendonly").get("appendonly") == "yes"
-            kept = "everything" if appends else "snapshots" if client.config_get("save").get("save") else "nothing"
+            kept = "snapshots" if client.config_get("save").get("save") else "nothing"
         except RedisError:  # the user may not ask
             kept = None
         return cls(version, eviction, kept)

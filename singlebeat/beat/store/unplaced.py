@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...connections import ResponseError
@@ -80,10 +81,12 @@ def _unplaced(client: RedisClient, keys: Keys, names: Iterable[str]) -> Iterator
 
 
 def is_placed_elsewhere(client: RedisClient, keys: Keys, name: str) -> bool:
-    """Return whether an entry has its place in the schedule of another app, whose prefix is longer."""
+    """Return whether an entry belongs to another app, whose prefix is longer: a beat of it led, or has placed it."""
     parts, key = name.split(":"), keys.prefix + name
     prefixes = [f"{keys.prefix}{':'.join(parts[:count])}:" for count in range(1, len(parts))]
-    return any(_has_place(client, f"{prefix}:schedule", key, prefix) for prefix in prefixes)
+    return any(
+        client.exists(f"{prefix}:term") or _has_place(client, f"{prefix}:schedule", key, prefix) for prefix in prefixes
+    )
 
 
 def _has_place(client: RedisClient, schedule: str, key: str, prefix: str) -> bool:
@@ -96,9 +99,10 @@ def _has_place(client: RedisClient, schedule: str, key: str, prefix: str) -> boo
 class LostPlaces:
     """Notices that the schedule has lost the places of its entries, and gives them places again.
 
-    Another key keeps the names of some members: the witnesses. If more of them have lost their places than have kept
-    them, and their entries are still stored, the sorted set was removed, even if programs have added entries to it
-    since. A place that an operator removes stays removed.
+    Another key keeps the names of some members, chosen at random: the witnesses. If a quarter of them have lost their
+    places, and their entries are still stored, the entries without a place are searched. If they are as
+    many as those that have places, the sorted set was removed, even if programs have added entries to it since. A place
+    that an operator removes stays removed.
 
     Args:
         client: the client for the schedule.
@@ -124,8 +128,9 @@ class LostPlaces:
         has_none = not (found.places or found.kept or found.gone)
         self._is_known_empty = self._is_known_empty and has_none
         is_to_search = has_none and not self._is_known_empty
-        if is_to_search or self.keys.placed in found.gone or self._are_stripped(found):
-            self._search, self._restored = self._restore(), 0
+        is_begun = self.keys.placed in found.gone
+        if is_to_search or is_begun or self._are_stripped(found):
+            self._search, self._restored = self._restore(are_lost=is_begun), 0
         elif found.gone or found.kept < min(found.places, WITNESSES):
             self._choose()
 
@@ -143,33 +148,47 @@ class LostPlaces:
         return False
 
     def _are_stripped(self, found: Witnesses) -> bool:
-        """Return whether more witnesses have lost their places than have kept them; a deleted entry has lost none."""
-        if len(found.gone) <= found.kept:
+        """Return whether a quarter of the witnesses have lost their places; a deleted entry has lost none."""
+        if 3 * len(found.gone) < found.kept:
             return False
         self._progress()
-        return len([*_unplaced(self.client, self.keys, map(self.keys.name, found.gone))]) > found.kept
+        lost = len([*_unplaced(self.client, self.keys, map(self.keys.name, found.gone))])
+        return lost > 0 and 3 * lost >= found.kept
 
-    def _restore(self) -> Iterator[int]:
-        """Give all entries without a place one; yield their number, in parts.
+    def _restore(self, *, are_lost: bool) -> Iterator[int]:
+        """Give all entries without a place one, if most have none; yield their number, in parts.
 
         A tick reads them then, and moves them on to their next times, which it calculates from their past.
+
+        Args:
+            are_lost: whether it is known already that most have none.
         """
         self._progress()
-        # A witness that never has a place: if this beat ends, the next one searches again.
-        self.client.sadd(self.keys.placed, self.keys.placed)
-        self._progress()
+        found = list[str]()
         for names in pages_without_place(self.client, self.keys):
             self._progress()
-            places = {self.keys.prefix + name: 0 for name in names}
-            yield self.client.zadd(self.keys.schedule, places, nx=True) if places else 0
+            found += names
+            yield 0
+        are_lost = are_lost or len(found) >= self.client.zcard(self.keys.schedule)
+        self._progress()
+        if are_lost:
+            # A witness that never has a place: if this beat ends, the next one restores the others.
+            self.client.sadd(self.keys.placed, self.keys.placed)
+        for at in range(0, len(found) if are_lost else 0, BATCH):
             self._progress()
+            places = {self.keys.prefix + name: 0 for name in found[at : at + BATCH]}
+            yield self.client.zadd(self.keys.schedule, places, nx=True)
+        self._progress()
         self._choose()
         self._is_known_empty = True
 
     def _choose(self) -> None:
         self._progress()
-        # Those that come last: entries that run only once, and are deleted then, mostly come first.
-        members = self.client.zrange(self.keys.schedule, -WITNESSES, -1)
+        count = self.client.zcard(self.keys.schedule)
+        with self.client.pipeline(transaction=False) as pipe:
+            for rank in random.sample(range(count), min(count, WITNESSES)):
+                pipe.zrange(self.keys.schedule, rank, rank)
+            members = [*chain.from_iterable(pipe.execute())]
         self._progress()
         with self.client.pipeline() as pipe:
             pipe.delete(self.keys.placed)

@@ -49,6 +49,12 @@ def check_server(app: Celery, _: Read) -> Iterator[Finding]:
         yield Finding(
             "warning", about, "it keeps nothing on disk (appendonly no, no save): a restart loses the schedule"
         )
+    if server.kept is None:
+        text = (
+            "it keeps snapshots at most (appendonly no), and its user may not ask whether it does (grant +config|get): "
+            "a restart loses the writes since the last one; use appendonly yes"
+        )
+        yield Finding("warning", about, text)
     if server.kept == "snapshots":
         text = (
             "it keeps snapshots only (appendonly no): a restart loses the writes since the last snapshot, so "
