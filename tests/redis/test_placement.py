@@ -454,6 +454,19 @@ def test_a_few_entries_that_are_removed_at_once_stay_removed(bench, redis, logge
     assert logged("places_restored") == []
 
 
+def test_one_of_two_entries_that_is_removed_by_hand_stays_removed(bench, redis):
+    for name in ("gone", "kept"):
+        bench.put(name, ago=timedelta())
+    bench.tick(2)
+    redis.zrem(SCHEDULE, "redbeat:gone")
+    bench.tick(2)
+    bench.schedulers[-1].close()
+    bench.scheduler()
+    bench.tick(2)
+
+    assert redis.zrange(SCHEDULE, 0, -1) == ["redbeat:kept"]
+
+
 def test_lost_places_are_noticed_though_a_program_stores_its_own_again(bench, redis):
     for number in range(60):
         bench.put(f"e{number}", ago=timedelta())

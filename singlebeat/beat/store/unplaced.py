@@ -100,8 +100,8 @@ class LostPlaces:
     """Notices that the schedule has lost the places of its entries, and gives them places again.
 
     Another key keeps the names of some members, chosen at random: the witnesses. If a quarter of them have lost their
-    places, and their entries are still stored, the entries without a place are searched. If they are as
-    many as those that have places, the sorted set was removed, even if programs have added entries to it since. A place
+    places, and their entries are still stored, the entries without a place are searched. If they are more
+    than those that have places, the sorted set was removed, even if programs have added entries to it since. A place
     that an operator removes stays removed.
 
     Args:
@@ -130,7 +130,7 @@ class LostPlaces:
         is_to_search = has_none and not self._is_known_empty
         is_begun = self.keys.placed in found.gone
         if is_to_search or is_begun or self._are_stripped(found):
-            self._search, self._restored = self._restore(are_lost=is_begun), 0
+            self._search, self._restored = self._restore(is_begun=is_begun, kept=found.kept), 0
         elif found.gone or found.kept < min(found.places, WITNESSES):
             self._choose()
 
@@ -155,13 +155,14 @@ class LostPlaces:
         lost = len([*_unplaced(self.client, self.keys, map(self.keys.name, found.gone))])
         return lost > 0 and 3 * lost >= found.kept
 
-    def _restore(self, *, are_lost: bool) -> Iterator[int]:
+    def _restore(self, *, is_begun: bool, kept: int) -> Iterator[int]:
         """Give all entries without a place one, if most have none; yield their number, in parts.
 
         A tick reads them then, and moves them on to their next times, which it calculates from their past.
 
         Args:
-            are_lost: whether it is known already that most have none.
+            is_begun: whether a beat has begun to restore them.
+            kept: number of the witnesses that have their places.
         """
         self._progress()
         found = list[str]()
@@ -169,7 +170,9 @@ class LostPlaces:
             self._progress()
             found += names
             yield 0
-        are_lost = are_lost or len(found) >= self.client.zcard(self.keys.schedule)
+        lost, places = len(found), self.client.zcard(self.keys.schedule)
+        # Half of them may be lost if no witness has its place, as where there was one entry, and another was added.
+        are_lost = is_begun or lost > places or (lost == places and not kept)
         self._progress()
         if are_lost:
             # A witness that never has a place: if this beat ends, the next one restores the others.
