@@ -170,6 +170,7 @@ class LostPlaces:
             self._progress()
             found += names
             yield 0
+        self._progress()
         lost, places = len(found), self.client.zcard(self.keys.schedule)
         # Half of them may be lost if no witness has its place, as where there was one entry, and another was added.
         are_lost = is_begun or lost > places or (lost == places and not kept)
@@ -179,8 +180,8 @@ class LostPlaces:
             self.client.sadd(self.keys.placed, self.keys.placed)
         for at in range(0, len(found) if are_lost else 0, BATCH):
             self._progress()
-            places = {self.keys.prefix + name: 0 for name in found[at : at + BATCH]}
-            yield self.client.zadd(self.keys.schedule, places, nx=True)
+            restored = {self.keys.prefix + name: 0 for name in found[at : at + BATCH]}
+            yield self.client.zadd(self.keys.schedule, restored, nx=True)
         self._progress()
         self._choose()
         self._is_known_empty = True
@@ -188,6 +189,7 @@ class LostPlaces:
     def _choose(self) -> None:
         self._progress()
         count = self.client.zcard(self.keys.schedule)
+        self._progress()
         with self.client.pipeline(transaction=False) as pipe:
             for rank in random.sample(range(count), min(count, WITNESSES)):
                 pipe.zrange(self.keys.schedule, rank, rank)
