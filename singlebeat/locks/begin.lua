@@ -39,8 +39,8 @@
 --          late      the deadline has passed; the fourth value is the server's time; nothing was written
 --
 -- Uses numbers, wrong_field and shorten. A repetition by the same delivery gives the same reply, and writes nothing but the
--- lease of its turn and the time in its place. Of locks that would last longer than they should, because the server's clock was set back, each
--- message shortens the time.
+-- lease of its turn and the time in its place. Of locks that would last longer than they should, because the server's
+-- clock was set back, each message shortens the time.
 
 local lock, done, queued, behind, turn = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local id, gen, nonce, lease = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])

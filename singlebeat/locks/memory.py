@@ -103,7 +103,8 @@ class MemoryBackend(BaseBackend):
         if (holder or waiting or in_turn) and call.if_held is IfHeld.LEAVE:
             return self._holder(Verdict.HELD, ref if holder else behind if waiting else turn)
         last, record = (behind, waiting) if waiting else (ref, holder)  # the last of the holder and the waiting call
-        joins = call.if_held is IfHeld.JOIN and record is not None and record.state == "queued"
+        has_not_started = record is not None and (record is waiting or record.state == "queued")
+        joins = call.if_held is IfHeld.JOIN and has_not_started
         if record and joins and (record.if_held or not call.payload):
             if call.payload:  # the new arguments last until it starts: its expiry counts from then on
                 expires = max(record.expires, record.uncut if record.until else 0.0)

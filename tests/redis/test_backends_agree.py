@@ -450,3 +450,11 @@ def test_a_lock_of_user_code_ends_at_its_expiry_or_else_by_unlock(backend):
 
     held = backend.acquire_many([Call(Ref(other, "b"), "", "", 1)])[0]
     assert held.ttl > 365 * 86_400
+
+
+def test_a_call_joins_the_waiting_call_of_any_state(backend):
+    start(backend, RUN)
+    assert take(backend, "b", if_held=IfHeld.JOIN, state="timed").verdict is Verdict.WAITING
+
+    holder = take(backend, "c", if_held=IfHeld.JOIN, state="timed")
+    assert (holder.verdict, holder.task_id) == (Verdict.HELD, "b")
