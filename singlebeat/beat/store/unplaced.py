@@ -132,7 +132,7 @@ class LostPlaces:
         if is_to_search or is_begun or self._are_stripped(found):
             self._search, self._restored = self._restore(is_begun=is_begun, kept=found.kept), 0
         elif found.gone or found.kept < min(found.places, WITNESSES):
-            self._choose()
+            self._choose(found.places)
 
     def search(self) -> bool:
         """Go on with the search for up to ``SEARCH_TIME``; return whether it is to go on in the next tick."""
@@ -183,15 +183,13 @@ class LostPlaces:
             restored = {self.keys.prefix + name: 0 for name in found[at : at + BATCH]}
             yield self.client.zadd(self.keys.schedule, restored, nx=True)
         self._progress()
-        self._choose()
+        self._choose(self.client.zcard(self.keys.schedule))
         self._is_known_empty = True
 
-    def _choose(self) -> None:
-        self._progress()
-        count = self.client.zcard(self.keys.schedule)
+    def _choose(self, places: int) -> None:
         self._progress()
         with self.client.pipeline(transaction=False) as pipe:
-            for rank in random.sample(range(count), min(count, WITNESSES)):
+            for rank in random.sample(range(places), min(places, WITNESSES)):
                 pipe.zrange(self.keys.schedule, rank, rank)
             members = [*chain.from_iterable(pipe.execute())]
         self._progress()
