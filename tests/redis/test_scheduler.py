@@ -3004,8 +3004,8 @@ def put_many(bench: Bench, task: str, number: int) -> None:
 
 
 #: Round trips of a tick, however many entries it quarantines: due, their fields, their records and the records' change,
-#: claim, confirm twice, and what a client asks when it connects.
-IN_A_TICK = 12
+#: claim, confirm twice, new witnesses twice, and what a client asks when it connects.
+IN_A_TICK = 14
 
 
 @pytest.mark.parametrize("number", [2, 490])
