@@ -95,7 +95,19 @@ def test_a_child_does_not_await_replies_to_threads_of_its_parent(app, single, re
     use(app, single, "after")
 
 
+def connect_once_for_all(app) -> None:
+    """Let no thread of this process resolve a name any more.
+
+    A child that was forked while another thread did so may hang in glibc, which does not free its lock on resolv.conf.
+    """
+    for client in (backend_of(app).redis, schedule_client(app)):
+        connections = [client.connection_pool.get_connection() for _ in range(10)]
+        for connection in connections:
+            client.connection_pool.release(connection)
+
+
 def test_children_of_a_process_with_busy_lock_threads_never_hang(app, single):
+    connect_once_for_all(app)
     stop, failed = threading.Event(), []
 
     def busy(name: str) -> None:
