@@ -349,6 +349,7 @@ class _Sending:
         self.one_write, self.outbox, self.claims = one_write, outbox, claims
         self.term, self.now, self.retry_at = term, now, retry_at
         self.dispatcher, app = one_write.dispatcher, one_write.app
+        self.broker = own_broker(app)
         #: Celery reports each message when it is published: it is written before that.
         self.writes_each = reports_each(app)
         self._batch, self._characters = list[_Attempt](), 0
@@ -446,9 +447,7 @@ class _Sending:
             raise _NotSentError
         if dispatch.call is not None:
             delay = delay_of(attempt.message.entry.options, self.now)
-            dispatch.note = note(
-                dispatch.call.ref, broker=own_broker(self.one_write.app), queue=outbox.queue, delay=delay
-            )
+            dispatch.note = note(dispatch.call.ref, broker=self.broker, queue=outbox.queue, delay=delay)
         if self.writes_each and not self._write_at_once(attempt):
             raise _NotSentError
 

@@ -48,13 +48,13 @@ LONGEST_SHIFT = timedelta(hours=3)
 #: How many times a user's own schedule class is asked whether it is due, before this is an error.
 MOST_QUESTIONS = 1000
 
-#: Called before each question to a schedule, because the answer may take long.
+#: Called before each question to a schedule whose answer may take long.
 _report: ContextVar[Callable[[], object]] = ContextVar("_report", default=lambda: None)
 
 
 @contextmanager
 def reporting_questions(report: Callable[[], object]) -> Iterator[None]:
-    """Call ``report`` in this block before each question to a schedule, beside the reports of the blocks around it."""
+    """Call ``report`` in this block before each question to a schedule that is not cheap, and the reports around it."""
     outer = _report.get()
     token = _report.set(lambda: (outer(), report()))
     try:
@@ -75,7 +75,6 @@ def next_occurrence(schedule: BaseSchedule, after: datetime, *, zone: tzinfo) ->
     Raises:
         ValueError: the schedule can never have a next time (an interval of zero), or `after` is naive.
     """
-    _report.get()()
     try:
         return _next(schedule, in_utc(after), zone)
     except OverflowError:  # due after the year 9999
@@ -87,12 +86,13 @@ def _next(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> datetime | N
         return _next_interval(schedule, after, zone)
     if _is_plain(schedule, crontab):
         return _next_crontab(schedule, after, zone)
+    if _is_plain(schedule, clocked):
+        return in_utc(schedule.instant) if schedule.instant > after else None
+    _report.get()()
     if _is_plain(schedule, rrule):
         return _next_rrule(schedule, after, zone)
     if _is_plain(schedule, solar):
         return sun.next_event(schedule, after)
-    if _is_plain(schedule, clocked):
-        return in_utc(schedule.instant) if schedule.instant > after else None
     return _next_by_asking(schedule, after, zone)
 
 
