@@ -360,14 +360,14 @@ def test_a_new_entry_an_edit_and_its_end_are_noticed_at_once(stage, name, by):
         write(value)
         stage.oracle.wait_started(1, value, timeout=10)
         measured(f"{value} was noticed after {time.monotonic() - began:.2f} s")
+    stage.schedule.upsert(f"{name}, other", PLAIN, 3600, args=["other"], overlap="allow_all")
     if by == "Schedule":
         stage.schedule.delete(name)
-    else:
+    else:  # one place of at least two: beat restores places when more than half of them are gone
         stage.redis.zrem(SCHEDULE, f"redbeat:{name}")
     # Beat goes on with others, and not with this one: but for what it had read before, it is over.
     known = len(stage.decisions(name)) + 1
     for _ in range(2):
-        stage.schedule.upsert(f"{name}, other", PLAIN, 3600, args=["other"], overlap="allow_all")
         stage.told(stage.schedule.trigger(f"{name}, other"))
     assert len(stage.decisions(name)) <= known
     stage.schedule.delete(f"{name}, other")
