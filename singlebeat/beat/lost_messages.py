@@ -518,13 +518,21 @@ class _Broker:
         """Return how many messages wait in a queue."""
         if queue not in self._counts:
             with self._connection.channel() as channel:
-                try:
-                    self._counts[queue] = channel.queue_declare(queue=queue, passive=True).message_count
-                except (*self._connection.channel_errors, *self._connection.connection_errors) as exc:
-                    if str(getattr(exc, "reply_code", "")) != "404":
-                        raise
-                    self._counts[queue] = 0  # there is no such queue; with Redis, it is empty
+                self._counts[queue] = self._ask_count(channel, queue)
         return self._counts[queue]
+
+    def _ask_count(self, channel: Any, queue: str) -> int:
+        if self._connection.transport.driver_name == "redis":
+            # kombu's passive declare looks for a list without the prefix of its keys, and finds none.
+            size: int = channel._size(queue)
+            return size
+        try:
+            count: int = channel.queue_declare(queue=queue, passive=True).message_count
+        except (*self._connection.channel_errors, *self._connection.connection_errors) as exc:
+            if str(getattr(exc, "reply_code", "")) != "404":
+                raise
+            return 0  # there is no such queue
+        return count
 
 
 class LostMessages:

@@ -40,7 +40,7 @@ from singlebeat.locks.memory import MemoryBackend
 from singlebeat.locks.redis import RedisBackend
 from singlebeat.run_results import flush_ends, record_end_of_message
 from tests.benchmarks import wire
-from tests.support import RedisServer, free_port
+from tests.support import APP, RedisServer, free_port
 from tests.system.apps import make_app
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_awaited")
@@ -572,6 +572,24 @@ def test_a_lock_that_ends_by_time_alone_is_no_lost_message(bench, cli, findings,
     assert task.delay() == first
     cli("unlock", "--force", first.id, app=app)
     assert not task.delay().is_duplicate
+
+
+@pytest.mark.parametrize("prefix", ["", "kp:"])
+def test_the_message_of_a_lock_is_found_in_its_queue_under_any_prefix(server, redis, cli, monkeypatch, prefix):
+    """Otherwise it would be lost as soon as a worker answers that it does not have it."""
+    monkeypatch.setattr("singlebeat.beat.lost_messages.TIMEOUT", 0.05)
+    with make_app(server.celery_url, {"broker_transport_options": {"global_keyprefix": prefix}}) as app:
+        single, sent = app.tasks[f"{APP}.single"], dict[str, str]()
+        for name, options in {"first": {}, "urgent": {"priority": 9}, "purged": {"queue": "other"}}.items():
+            sent[name] = single.apply_async([name], **options).id
+            redis.hincrby(single.generate_lock(single.name, [name]), "since", -60_000)
+        assert redis.delete(f"{prefix}other")
+
+        told = cli("unlock", "--stale", app=app).output
+
+        for name in ("first", "urgent"):
+            assert f"task {sent[name]}: not freed: its message waits in queue celery" in told
+        assert f"task {sent['purged']}: not freed: no worker answers" in told
 
 
 def test_unlock_leaves_a_run_alone_that_began_while_the_workers_were_asked(cli, app, redis, monkeypatch):
