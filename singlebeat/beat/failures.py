@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kombu.exceptions import OperationalError
 from kombu.utils.encoding import safe_repr
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from ..connections import DataError, RedisError, ResponseError, broker_place, what_it_does
 from ..errors import LockBackendError, UnusableLockError
@@ -19,12 +20,23 @@ if TYPE_CHECKING:
 
     from .message import Message
 
-__all__ = ("BROKER", "LOCKS", "Failures", "causes", "in_words", "is_refusal", "is_transient", "unsendable")
+__all__ = (
+    "BROKER",
+    "LOCKS",
+    "Failures",
+    "UnreachableBrokerError",
+    "causes",
+    "in_words",
+    "is_refusal",
+    "is_transient",
+    "unsendable",
+)
 
 log = Log("celery.beat")
 
 #: The servers without which messages are not sent, as the log names them.
 BROKER, LOCKS = "the broker", "the locks' server"
+
 
 #: The advice about a message that RabbitMQ can deliver to no queue.
 _NO_QUEUE = (
@@ -37,6 +49,10 @@ UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
 
 #: Errors of a message that cannot be made, as with an option of the wrong type or an unknown compression.
 UNUSABLE = (LookupError, TypeError, ValueError, DataError)
+
+
+class UnreachableBrokerError(RedisConnectionError):
+    """The broker is not reached, which ends a tick like an error of the schedule's server; the message names it."""
 
 
 def is_transient(exc: Exception) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 from kombu import Producer
 from redis import RedisCluster
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoPermissionError
 
 from ..broker import own_broker
@@ -29,7 +28,7 @@ from ..locks.send import NO_OUTBOX
 from ..log import Log
 from ..outbox import ELSEWHERE_FOR, MOST_CHARACTERS, MOST_MESSAGES, Marker, reports_each, size, takes_outbox
 from .dispatch import Published, not_published
-from .failures import BROKER, LOCKS, in_words, is_refusal, is_transient
+from .failures import BROKER, LOCKS, UnreachableBrokerError, in_words, is_refusal, is_transient
 from .leadership.lease import Term
 from .message import prepare
 from .store.claims import ClaimVerdict, Store
@@ -132,7 +131,8 @@ class OneWrite:
         with ExitStack() as stack:
             try:
                 looked_after = self.dispatcher.check_workers(wanted)
-                outbox = stack.enter_context(self.publisher.collecting())
+                with self._naming_broker():
+                    outbox = stack.enter_context(self.publisher.collecting())
                 if outbox is None:
                     return {}
                 self.mark(outbox)
@@ -163,9 +163,23 @@ class OneWrite:
         """
         now, backend = time.monotonic(), cast("RedisBackend", backend_of(self.app))
         self.store.report_progress()
-        self._broker.write_for_broker(outbox.channel, now, anew=anew)
+        with self._naming_broker():
+            self._broker.write_for_broker(outbox.channel, now, anew=anew)
         self.store.report_progress()
         self._locks.write(backend.redis, now, anew=anew)
+
+    @contextmanager
+    def _naming_broker(self) -> Iterator[None]:
+        """Turn the error of an unreachable broker into one that names it: it may be known here by another name."""
+        try:
+            yield
+        except Exception as exc:
+            if is_transient(exc) and not is_refusal(exc):
+                raise self._of_broker(exc) from exc
+            raise
+
+    def _of_broker(self, exc: Exception) -> UnreachableBrokerError:
+        return UnreachableBrokerError(f"{BROKER} {broker_place(self.app)} is not reached: {in_words(exc)}")
 
     def _prove(self, term: Term, retry_at: datetime) -> None:
         """Write nothing over new connections, or rule one write out: a message may be sent when it is made.
@@ -202,7 +216,7 @@ class OneWrite:
         self.publisher.forget_broker()
         if isinstance(exc, RedisError | LockBackendError):
             raise exc
-        raise RedisConnectionError(f"{BROKER} {broker_place(self.app)}: {in_words(exc)}") from exc
+        raise self._of_broker(exc) from exc
 
     def rule_out(self, reason: str) -> None:
         """Send in several writes for a while, and say so once."""

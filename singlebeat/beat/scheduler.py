@@ -38,6 +38,7 @@ from .entries.entry import prepare
 from .entries.fields import BATCH, FencedError
 from .entries.listing import Listing
 from .entries.statics import Statics, is_from_code, signature_of
+from .failures import UnreachableBrokerError
 from .keys import Keys
 from .leadership.clock_guard import Clock
 from .leadership.lease import Lease, Term
@@ -443,7 +444,11 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if kind in self._in_trouble:
             return
         self._in_trouble.add(kind)
-        text = with_advice(exc) if isinstance(exc, LockBackendError) else schedule_error(self.app, exc)
+        text = (
+            with_advice(exc)
+            if isinstance(exc, LockBackendError | UnreachableBrokerError)
+            else schedule_error(self.app, exc)
+        )
         if "WRONGTYPE" in text:
             with suppress(RedisError):
                 text = ticks_refusal(self.app) or text
