@@ -36,6 +36,7 @@ __all__ = (
     "ResponseError",
     "broker_place",
     "check_schedule_server",
+    "home_among_brokers",
     "is_one_server",
     "is_redis",
     "lock_server",
@@ -147,6 +148,21 @@ def broker_place(app: Celery) -> str:
     """Return where messages are sent, for people: the URL of the broker, or each of several, without its password."""
     given = app.conf.broker_write_url or app.conf.broker_url or app.connection_for_write().as_uri()
     return masked(";".join(map(str, given)) if isinstance(given, list | tuple) else str(given))
+
+
+def home_among_brokers(app: Celery) -> str:
+    """Return the place of the schedule or of the locks if that server is one of several brokers; else an empty string.
+
+    When it fails, workers change to the next broker and stay there. Beat waits for it, and goes on sending there.
+
+    Raises:
+        ConfigError: as of ``schedule_server`` and ``lock_server``.
+    """
+    brokers = broker_place(app).split(";")
+    homes = [place.split(";")[0] for place in (schedule_place(app), masked(lock_server(app).url))]
+    are_several = len(brokers) > 1 and all(broker.startswith(SINGLE) for broker in brokers)
+    found = [home for home in homes if are_several and any(is_one_server(home, broker) for broker in brokers)]
+    return found[0] if found else ""
 
 
 def lock_server(app: Celery) -> Endpoint:

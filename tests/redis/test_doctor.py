@@ -22,7 +22,7 @@ from singlebeat.diagnosis.workers import Workers
 from singlebeat.locks import backend_of, worker_name
 from singlebeat.locks.base import Ref, unusable
 from singlebeat.log import LONGEST_REASON
-from tests.support import APP, RedisServer, SlowProxy, measured, without
+from tests.support import APP, RedisServer, SlowProxy, free_port, measured, without
 from tests.system.apps import make_app
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_awaited")
@@ -514,3 +514,21 @@ def test_an_entry_of_beat_schedule_that_another_program_removed_is_named(finding
     assert findings("entry", app=app) == []
     bench.schedule.delete("five")  # on purpose
     assert findings("entry", app=app) == []
+
+
+@pytest.mark.parametrize("home", ["a broker", "a third server"])
+def test_a_schedule_on_one_of_several_brokers_is_named(server, own_server, redis, bench_on, findings, logged, home):
+    """Workers change to the next broker when it fails, and beat comes back to it: no worker reads what it sends."""
+    brokers = [server.celery_url, f"redis://localhost:{free_port()}/0"]
+    elsewhere = {"redbeat_redis_url": own_server.url, "singleton_backend_url": own_server.url}
+    at_home = {"redbeat_redis_url": None, "singleton_backend_url": None, "result_backend": None}
+    given = at_home if home == "a broker" else elsewhere
+    bench = bench_on(server, broker_url=";".join(brokers), **given)
+
+    scheduler = bench.scheduler()
+    for _ in range(2):
+        scheduler.tick()
+    found = [text for level, text in findings("broker_url", app=bench.app) if level == "problem"]
+
+    assert len(logged("several_brokers")) == len(found) == (home == "a broker")
+    assert all("no worker reads that. Set redbeat_redis_url and singleton_backend_url" in text for text in found)

@@ -17,7 +17,7 @@ from ...beat.store.server import Server
 from ...beat.store.spoilt import spoilt_keys
 from ...broker import bounded
 from ...config import Config
-from ...connections import is_one_server, is_redis, masked, schedule_client, schedule_place
+from ...connections import home_among_brokers, is_one_server, is_redis, masked, schedule_client, schedule_place
 from ...errors import SinglebeatError
 from ...locks import backend_of
 from ...locks.redis import RedisBackend
@@ -26,6 +26,13 @@ from .finding import Finding, Read
 
 if TYPE_CHECKING:
     from celery import Celery
+
+#: Why one of several brokers is no home of a schedule.
+HOME_AMONG_BROKERS = (
+    "names several brokers, and {home}, one of them, also keeps the schedule or locks: when it fails, workers change "
+    "to the next broker and stay there, while beat sends to {home} again as soon as it is back, and no worker reads "
+    "that. Set redbeat_redis_url and singleton_backend_url to another server, or restart the workers after each failure"
+)
 
 #: Seconds after which kombu's Redis transport delivers an unacknowledged message again by default.
 VISIBILITY_TIMEOUT = 3600
@@ -127,6 +134,9 @@ def check_settings(app: Celery, _: Read) -> Iterator[Finding]:
             f"singlebeat_socket_timeout ({config.singlebeat_socket_timeout:g} s): use at least three times that timeout"
         )
         yield Finding("warning", "singlebeat_lock_lease", text)
+    with suppress(SinglebeatError):  # another part names a server that is not set
+        if home := home_among_brokers(app):
+            yield Finding("problem", "broker_url", HOME_AMONG_BROKERS.format(home=home))
     yield from _visibility(app)
     for name, url in _urls(app):
         if (
