@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -851,3 +852,25 @@ def test_the_times_of_rules_are_reported_as_well():
     with reporting_questions(lambda: reported.append(True)):
         next_occurrence(rrule("DAILY", dtstart=utc("2026-01-01T00:00")), utc("2026-01-01T00:00"), zone=UTC)
     assert reported
+
+
+class Raising(BaseSchedule):
+    """A schedule that raises a given error."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def is_due(self, last_run_at: datetime) -> Any:
+        raise self.error
+
+
+def test_what_is_no_exception_is_an_error_of_its_schedule_alone():
+    with pytest.raises(RuntimeError, match="CancelledError: too late"):
+        next_occurrence(Raising(asyncio.CancelledError("too late")), utc("2024-01-01"), zone=UTC)
+
+
+@pytest.mark.parametrize("ending", [SystemExit, KeyboardInterrupt])
+def test_a_schedule_may_end_the_process(ending):
+    with pytest.raises(ending):
+        next_occurrence(Raising(ending()), utc("2024-01-01"), zone=UTC)

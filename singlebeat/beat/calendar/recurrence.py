@@ -45,6 +45,10 @@ SECOND = timedelta(seconds=1)
 #: The longest shift of the clocks that counts as DST; cron(8) treats a longer shift as a correction of the clock.
 LONGEST_SHIFT = timedelta(hours=3)
 
+#: What a user's own schedule may raise to end the process. Any other error is one of its entry alone: that includes
+#: `gevent.Timeout` and `asyncio.CancelledError`, which are no `Exception`.
+ENDING = (SystemExit, KeyboardInterrupt, GeneratorExit)
+
 #: How many times a user's own schedule class is asked whether it is due, before this is an error.
 MOST_QUESTIONS = 1000
 
@@ -93,7 +97,13 @@ def _next(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> datetime | N
         return _next_rrule(schedule, after, zone)
     if _is_plain(schedule, solar):
         return sun.next_event(schedule, after)
-    return _next_by_asking(schedule, after, zone)
+    try:
+        return _next_by_asking(schedule, after, zone)
+    except (Exception, *ENDING):
+        raise
+    except BaseException as exc:
+        msg = f"{type(exc).__name__}: {exc}"
+        raise RuntimeError(msg) from exc
 
 
 def latest_occurrence(
