@@ -24,6 +24,7 @@ from ..connections import (
     RedisError,
     ResponseError,
     check_schedule_server,
+    home_among_brokers,
     schedule_client,
     schedule_place,
 )
@@ -83,6 +84,9 @@ RECHECK_AFTER = 2.0
 #: of that zone do the work, or have died.
 ZONE_TURN = 60.0
 
+#: Seconds between two tries to store the entries of ``beat_schedule`` that could not be stored.
+LEFT_OUT_EVERY = 60.0
+
 #: Seconds from which a tick is slow: it delays the entries that come due meanwhile.
 SLOW_TICK = 10.0
 
@@ -138,6 +142,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._closed = self._ticking = self._ticked = False
         self._vanished_in = 0  #: number of the present term, if we have logged in it that the schedule has vanished
         self._has_statics = False  #: at least one entry of ``beat_schedule`` was stored
+        self._left_out = dict[str, str]()  #: entries that could not be stored, and why
+        self._left_out_again_at = 0.0  #: monotonic: when to try again
         self._metrics: BeatMetrics | None = None
         self._recheck_at: float | None = None  #: when all pending occurrences are retaken, after trouble
         self._zone_turn_at = 0.0  #: from when on we may compute the places in our zone; 0: at once
@@ -243,6 +249,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             raise SystemExit  # again: a library has swallowed the SystemExit of the signal's handler
         if not self._ticked:
             _handle_ending_signals()
+            self._warn_of_brokers()
         if self._metrics is None and not self._ticked:
             self._metrics = BeatMetrics.served(self.app, self.lease)
         self._ticking, self._ticked, began = True, True, time.monotonic()
@@ -269,6 +276,16 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             log.warning("beat: Redis works again", event="recovered")
             self._in_trouble.clear()
         return delay
+
+    def _warn_of_brokers(self) -> None:
+        with suppress(ConfigError):  # there are no locks, which is logged where one is needed
+            if home := home_among_brokers(self.app):
+                text = (
+                    "beat: %(server)s is one of several brokers and keeps the schedule or locks: if it fails, workers "
+                    "change to another broker and do not come back, and beat does. Set redbeat_redis_url and "
+                    "singleton_backend_url to another server"
+                )
+                log.warning(text, event="several_brokers", server=home)
 
     def _is_recovered(self, term: Term | None) -> bool:
         """Return whether a successful tick ends the trouble: a server that refuses writes still allows reads."""
@@ -305,6 +322,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self._lead(term)
         self._lost_messages.poll()
         self._restore_lost_changes(now, term)
+        self._install_left_out()
         due, interval = self._read_due(now, term, is_new=is_new), min(self.max_interval, POLL_INTERVAL)
         self.lost_places.check(due.witnesses)
         is_searching = self.lost_places.search()  # the next tick reads what it has found
@@ -458,9 +476,24 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         """Install the entries of ``beat_schedule``; called each time this beat begins to lead."""
         entries = {name: given for name, given in self.app.conf.beat_schedule.items() if self._is_static(name, given)}
         self.install_default_entries(entries)
+        self._left_out.clear()
+        self._left_out_again_at = time.monotonic() + LEFT_OUT_EVERY
         stored = self._install(entries, owns=True)
         self.statics.keep([str(name) for name in entries], stored)
         self._has_statics = bool(stored)
+
+    def _install_left_out(self) -> None:
+        """Try again to store the entries of ``beat_schedule`` that could not be stored: a cause may pass."""
+        if not self._left_out or time.monotonic() < self._left_out_again_at:
+            return
+        self._left_out_again_at = time.monotonic() + LEFT_OUT_EVERY
+        entries = {name: given for name, given in self.app.conf.beat_schedule.items() if is_from_code(given)}
+        stored = self._install({name: entries[name] for name in entries if str(name) in self._left_out}, owns=True)
+        self.statics.keep([str(name) for name in entries], stored)
+        self._has_statics = self._has_statics or bool(stored)
+        for name in stored:
+            del self._left_out[name]
+            log.warning("beat: '%(entry)s' is in the schedule now", event="added", entry=name)
 
     def _is_static(self, name: str, given: object) -> bool:
         if is_from_code(given):
@@ -475,21 +508,33 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
 
     def _install(self, dict_: Mapping[str, object], *, owns: bool) -> list[str]:
         entries, now = dict[str, BeatEntry](), self.server_time.now()
-        text = "beat: Cannot add entry '%(entry)s' to the schedule"
         for name, given in dict_.items():
             self._report_progress()
             try:
                 entries[str(name)] = copy.copy(self._maybe_entry(name, given))
-            except EntryError as exc:
-                log.error(text, event="not_added", entry=name, reason=exc)  # noqa: TRY400 - its sentence says all
-            except Exception:  # one wrong entry must not keep the others out
-                log.exception(text, event="not_added", entry=name, given=given)
+            except Exception as exc:  # one wrong entry must not keep the others out
+                self._leave_out(str(name), exc, given=given)
         stored, left = list[str](), iter(entries.items())
         while batch := dict(islice(left, BATCH)):  # 100,000 entries take longer than the watchdog waits
             self._report_progress()
-            stored += self.statics.install(batch, now, owns=owns)
+            for name, problem in self.statics.install(batch, now, owns=owns).items():
+                if problem is None:
+                    stored.append(name)
+                else:
+                    self._leave_out(name, problem)
         self._report_progress()
         return stored
+
+    def _leave_out(self, name: str, exc: Exception, **about: object) -> None:
+        """Log why an entry is not stored, unless it was logged before, and have it tried again."""
+        before, self._left_out[name] = self._left_out.get(name), str(exc)
+        if before == str(exc):
+            return
+        text = "beat: Cannot add entry '%(entry)s' to the schedule"
+        if isinstance(exc, EntryError):  # its sentence says all
+            log.error(text, event="not_added", entry=name, reason=exc)
+        else:
+            log.exception(text, event="not_added", entry=name, **about)
 
     def add(self, **kwargs: Any) -> BeatEntry:
         """Store one entry."""

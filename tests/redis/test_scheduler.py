@@ -2576,6 +2576,42 @@ def test_a_static_entry_that_cannot_be_stored_keeps_its_stored_data(server, redi
     assert not redis.exists("redbeat:gone"), "what has left the configuration goes"
 
 
+class Away(schedule):
+    """A schedule whose source may be away for a while."""
+
+    cause: str | None = None
+
+    def is_due(self, last_run_at: datetime) -> Any:
+        if self.cause:
+            raise OSError(self.cause)
+        return super().is_due(last_run_at)
+
+
+def test_an_entry_whose_schedule_fails_at_the_start_of_a_term_is_added_later(
+    server, redis, bench_on, monkeypatch, logged
+):
+    monkeypatch.setattr(Away, "cause", "no route")
+    monkeypatch.setattr("singlebeat.beat.scheduler.LEFT_OUT_EVERY", 0.0)
+    entries = {"away": {"task": PLAIN, "schedule": Away(1)}, "wrong": {"task": PLAIN}}
+    scheduler = bench_on(server, beat_schedule=entries).scheduler()
+    for _ in range(3):
+        scheduler.tick()
+    assert not redis.exists("redbeat:away")
+
+    monkeypatch.setattr(Away, "cause", "no name")
+    scheduler.tick()
+    monkeypatch.setattr(Away, "cause", None)
+    scheduler.tick()
+    scheduler.tick()
+
+    assert redis.zrange(SCHEDULE, 0, -1) == ["redbeat:away"]
+    assert "away" in redis.smembers(STATICS)
+    left_out = sorted((line["entry"], str(line.get("reason"))[-9:]) for line in logged("not_added"))
+    assert [name for name, _ in left_out] == ["away", "away", "wrong"], "each cause is logged once"
+    assert {reason.strip() for name, reason in left_out if name == "away"} == {"no route", ": no name"}
+    assert [(line["level"], line["entry"]) for line in logged("added")] == [("WARNING", "away")]
+
+
 def test_a_schedule_that_has_vanished_is_installed_again(server, redis, bench_on, caplog):
     bench = bench_on(server, beat_schedule={"mine": {"task": PLAIN, "schedule": 3600}})
     scheduler = bench.scheduler()

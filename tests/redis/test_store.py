@@ -6,7 +6,7 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -29,7 +29,7 @@ from singlebeat.beat.leadership.lease import Term
 from singlebeat.beat.store.claims import Claim, ClaimedOccurrence, ClaimVerdict, Confirmation, Due, Store, Stored
 from singlebeat.beat.store.quarantine import QUARANTINED
 from singlebeat.connections import schedule_client
-from singlebeat.errors import ConfigError
+from singlebeat.errors import ConfigError, EntryError
 from tests.support import at_once, connected, contents
 from tests.system.apps import make_app
 
@@ -972,16 +972,18 @@ def test_an_unconfirmed_occurrence_of_a_broken_entry_is_not_retaken(store, claim
 
 
 @pytest.fixture
-def install(app, redis) -> Callable[..., None]:
+def install(app, redis) -> Callable[..., Mapping[str, EntryError | None]]:
     """Installs entries as a leader does with those of ``beat_schedule``."""
 
-    def install(now: datetime | None = None, **schedules: object) -> None:
+    def install(now: datetime | None = None, **schedules: object) -> Mapping[str, EntryError | None]:
         entries = {
             name: given if isinstance(given, Entry) else Entry(name, TASK, given, app=app)
             for name, given in schedules.items()
         }
         statics = Statics(app, schedule_client(app))
-        statics.keep(entries, statics.install(entries, now or datetime.now(UTC)))
+        problems = statics.install(entries, now or datetime.now(UTC))
+        statics.keep(entries, [name for name, problem in problems.items() if problem is None])
+        return problems
 
     return install
 
@@ -1097,11 +1099,12 @@ def test_a_static_name_whose_key_is_no_hash_does_not_hinder_the_others(install, 
     assert redis.exists("redbeat:a", "redbeat:z") == 2
 
 
-def test_a_static_entry_that_cannot_be_stored_does_not_hinder_the_others(install, redis, app, caplog):
-    install(a=schedule(60), bad=Entry("bad", TASK, schedule(60), args=[object()], app=app), z=schedule(60))
+def test_a_static_entry_that_cannot_be_stored_does_not_hinder_the_others(install, redis, app):
+    problems = install(a=schedule(60), bad=Entry("bad", TASK, schedule(60), args=[object()], app=app), z=schedule(60))
 
     assert set(redis.keys("redbeat:?*")) - {SCHEDULE, STATICS, OWNERS, CHANGES} == {"redbeat:a", "redbeat:z"}
-    assert "entry 'bad' cannot be stored" in caplog.text
+    assert [name for name, problem in problems.items() if problem is None] == ["a", "z"]
+    assert "entry 'bad' cannot be stored" in str(problems["bad"])
 
 
 def test_static_entries_that_were_removed_go_and_others_stay(install, put, redis):
@@ -1240,18 +1243,20 @@ def test_a_deleted_entry_leaves_nothing_to_come_back(install, redis, app):
 
 
 @pytest.fixture
-def install_as(redis, server) -> Iterator[Callable[..., None]]:
+def install_as(redis, server) -> Iterator[Callable[..., Mapping[str, EntryError | None]]]:
     """Installs entries as the leader of another app under the same prefix."""
     apps = []
 
-    def install(name: str, check: str = "warn", **entries: object) -> None:
+    def install(name: str, check: str = "warn", **entries: object) -> Mapping[str, EntryError | None]:
         app = Celery(name, broker=server.celery_url, set_as_current=False)
         apps.append(app)
         app.conf.singlebeat_other_app_check = check
         app.conf.redbeat_redis_url = server.url
         given = {each: Entry(each, task, schedule(60), app=app) for each, task in entries.items()}
         statics = Statics(app, redis)
-        statics.keep(given, statics.install(given, datetime.now(UTC)))
+        problems = statics.install(given, datetime.now(UTC))
+        statics.keep(given, [name for name, problem in problems.items() if problem is None])
+        return problems
 
     yield install
     for app in apps:
@@ -1286,14 +1291,14 @@ def test_apps_that_share_a_prefix_keep_entries_of_unknown_owners(install_as, red
     assert redis.zscore(SCHEDULE, "redbeat:theirs") is None, "it is known again whose entry it was"
 
 
-def test_a_name_that_another_app_has_for_something_else_is_refused(install_as, redis, caplog):
+def test_a_name_that_another_app_has_for_something_else_is_refused(install_as, redis):
     install_as("shop", both="shop.bill")
 
-    install_as("crm", both="crm.mail", mine="crm.mail")
+    problems = install_as("crm", both="crm.mail", mine="crm.mail")
 
     assert json.loads(redis.hget("redbeat:both", "definition"))["task"] == "shop.bill"
-    assert "app shop has another entry of this name: rename one of them" in caplog.text
-    assert "HDEL redbeat::owners both, then celery singlebeat resign" in caplog.text
+    assert "app shop has another entry of this name: rename one of them" in str(problems["both"])
+    assert "HDEL redbeat::owners both, then celery singlebeat resign" in str(problems["both"])
     assert set(redis.zrange(SCHEDULE, 0, -1)) == {"redbeat:both", "redbeat:mine"}
     install_as("shop", both="shop.bill", more="shop.bill")  # and changes it at will, as long as it is its own
     install_as("shop", both="shop.other")

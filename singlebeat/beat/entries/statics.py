@@ -117,8 +117,10 @@ class Statics:
         owners = self._owners(names)
         return {*self._missing([name for name in names if self.owner in owners.get(name, ())])}
 
-    def install(self, entries: Mapping[str, Entry], now: datetime, *, owns: bool = True) -> list[str]:
-        """Store entries, and return the names of those that could be stored.
+    def install(
+        self, entries: Mapping[str, Entry], now: datetime, *, owns: bool = True
+    ) -> Mapping[str, EntryError | None]:
+        """Store entries, and return by name why one could not be stored, None if it is.
 
         An existing entry keeps its past, and stays disabled if an operator has disabled it. An unchanged entry keeps
         its next time. A parked entry is restored, without a catch-up for the time in which it was parked.
@@ -139,13 +141,7 @@ class Statics:
             self._unpark(missing[at : at + BATCH], now)
         fence = self._fence()
         saved = save_entries(self.client, self.keys, entries, now, self._author, keep_disabled=True, fence=fence)
-        results.update(saved)
-        for name, problem in results.items():
-            if problem is not None:
-                log.error(
-                    "beat: Cannot add entry '%(entry)s' to the schedule", event="not_added", entry=name, reason=problem
-                )
-        return [name for name, problem in results.items() if problem is None]
+        return {**results, **saved}
 
     def _own(self, names: Sequence[str], owners: Mapping[str, Sequence[str]]) -> None:
         """Remember that entries come from this app.
