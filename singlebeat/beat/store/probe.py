@@ -17,7 +17,7 @@ from ...locks.redis import RedisBackend
 from ...lua import script
 from ...server_errors import advice_of_writes, denied_command, is_denied, with_advice
 from ..keys import Keys
-from .spoilt import spoilt_keys
+from .spoilt import spoilt_keys, why_spoilt
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -202,9 +202,9 @@ def lock_place(app: Celery) -> str:
 
 
 def schedule_server_says(app: Celery, exc: RedisError) -> str:
-    """Return an error of the schedule's server, and what to do; if its user lacks a right, name all missing rights."""
+    """Return an error of the schedule's server, and what to do: name all missing rights, or all spoilt keys."""
     refused = schedule_refusal(app, exc) if is_denied(exc) else ""
-    return refused or with_advice(exc)
+    return refused or why_spoilt(schedule_client(app), Keys.of(app), exc) or with_advice(exc)
 
 
 def schedule_error(app: Celery, exc: RedisError) -> str:
