@@ -365,8 +365,8 @@ def trigger_(app: Celery, as_json: bool, name: str, overlap: str | None, timeout
 
     The entry may be paused, disabled or finished. Its other times stay, and the run is not counted.
     """
+    state = ScheduleStatus.of(app)  # before: after it, an error would hide that the run was requested
     task_id = _entries(app).trigger(name, overlap=overlap, timeout=timeout)
-    state = ScheduleStatus.of(app)
     waits = "a beat of RedBeat leads: the run waits for a beat of singlebeat" if state.redbeat_leads else ""
     if state.why_leaderless:
         waits = f"{state.why_leaderless}. The run is sent once a beat leads"

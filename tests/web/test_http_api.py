@@ -13,9 +13,11 @@ from jsonschema import Draft202012Validator, FormatChecker
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from singlebeat import Schedule
+from singlebeat.beat.schedule import PROPOSE
 from singlebeat.web.api.description import description
 from singlebeat.web.api.operations import OPERATIONS
 from singlebeat.web.security import COOKIE, Role, Users, hashed_password, hashed_token
+from tests.proxy import LossyProxy
 from tests.redis.conftest import bench, bench_on  # noqa: F401 - fixtures
 from tests.support import APP, wait_until
 
@@ -354,6 +356,19 @@ def test_a_broken_entry_is_mended_only_as_a_whole(client, redis, schedule, e):
     assert "schedule" in problem["detail"]
     client("PATCH", "/entry", {"definition": {"task": PLAIN, "schedule": 60}}, name="e")
     assert schedule.get("e").args == [7]
+
+
+def test_a_change_whose_replies_are_all_lost_may_have_been_done(visit, server, bench_on):  # noqa: F811 - a fixture
+    with LossyProxy(server) as proxy:
+        bench = bench_on(server, redbeat_redis_url=proxy.url, singleton_backend_url=server.url)
+        bench.put()
+        client = Client(visit(client=FAR, users=Users(USERS), of=bench.app))
+        proxy.meanwhile = lambda: proxy.lose_reply_of(PROPOSE)
+        proxy.lose_reply_of(PROPOSE)
+
+        answer = client("POST", "/run", {}, 503, name="e")
+
+    assert answer.json()["detail"].endswith("before you repeat it, see celery singlebeat history")
 
 
 # ------------------------------------------------------------------ masks
