@@ -400,7 +400,7 @@ def trigger_(app: Celery, as_json: bool, name: str, overlap: str | None, timeout
 def backfill_(
     app: Celery, as_json: bool, name: str, start: str, end: str, dry_run: bool, limit: int, overlap: str
 ) -> None:
-    """Run an entry once for each of its times after START until END, END included.
+    """Run an entry once for each of its times after START until END, END included; these times must have passed.
 
     START and END are in ISO 8601, in UTC unless they have an offset. Beat gets each run after it has sent the run
     before. Repeat the command to continue after an interruption; after a complete backfill, all times run again.
