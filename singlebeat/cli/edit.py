@@ -354,7 +354,7 @@ def resume_(app: Celery, as_json: bool, name: str | None, tag: str | None, all_:
     ),
     click.option(
         "--timeout",
-        type=Seconds(),
+        type=Seconds(min=0),
         default=10.0,
         show_default=True,
         help="How long to wait while another occurrence of the entry is pending, in seconds.",
