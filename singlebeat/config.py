@@ -281,7 +281,7 @@ class Config:
         "Patterns of the names of the tasks that entries may run. An entry with another task is quarantined.",
     )
     singlebeat_masked_arguments: tuple[str, ...] = _setting(
-        ("*password*", "*token*", "*secret*"),
+        ("*password*", "*passwd*", "*token*", "*secret*", "*api?key*", "*apikey*", "*authorization*", "*credential*"),
         _patterns,
         "Patterns of the names of the arguments whose values are shown as ``**``, in any case and to any depth: in "
         "commands, in the record of a lock and in the log (:ref:`masking`).",

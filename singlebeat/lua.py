@@ -9,7 +9,7 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, RedisError
 
 if TYPE_CHECKING:
     from .clients import RedisClient
@@ -40,11 +40,15 @@ class Script:
         return f"local function {self.name}(KEYS, ARGV)\n{self.text}\nend\n"
 
     def __call__(self, client: RedisClient, keys: Sequence[str], args: Sequence[str | int | float]) -> Any:
-        """Run the script once and return its reply."""
+        """Run the script once and return its reply; an error of the server says in ``script`` which script it was."""
         try:
-            return client.evalsha(self.sha, len(keys), *keys, *args)
-        except NoScriptError:
-            return client.eval(self.text, len(keys), *keys, *args)
+            try:
+                return client.evalsha(self.sha, len(keys), *keys, *args)
+            except NoScriptError:
+                return client.eval(self.text, len(keys), *keys, *args)
+        except RedisError as exc:
+            exc.script = self.name  # type: ignore[attr-defined]
+            raise
 
 
 @cache

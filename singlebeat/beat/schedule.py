@@ -410,8 +410,8 @@ class Schedule:
             progress: called after each run that beat has received.
 
         Raises:
-            UnknownEntryError, EntryError: as ``get``; there are too many runs, their times take too long, or ``start``
-                and ``end`` are wrong.
+            UnknownEntryError, EntryError: as ``get``; there are too many runs, their times take too long, one has not
+                come yet, or ``start`` and ``end`` are wrong.
             ConflictError: an occurrence was not sent in time, or another backfill of the entry is not finished.
         """
         word = EntryPolicy.of({"overlap": overlap}).overlap
@@ -431,6 +431,9 @@ class Schedule:
             raise EntryError(
                 f"backfill of {name!r}: {number} runs are more than the limit of {limit}; raise it if need be"
             )
+        if left and left[-1].nominal > (now := self._now().timestamp()):
+            first = next(datetime.fromtimestamp(each.nominal, UTC) for each in left if each.nominal > now)
+            raise EntryError(f"backfill of {name!r}: {first} has not come yet: choose an earlier end")
         if dry_run:
             return [datetime.fromtimestamp(occurrence.nominal, UTC) for occurrence in left]
         for occurrence in left:

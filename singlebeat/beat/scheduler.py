@@ -51,7 +51,8 @@ from .one_write import OneWrite
 from .publisher import BeatProducer, BrokerAccess
 from .server_time import ServerTime
 from .store.claims import Due, Store
-from .store.probe import CONFIRM, TICKS, schedule_error, schedule_refusal, ticks_refusal
+from .store.probe import CONFIRM, TICKS, schedule_error, schedule_refusal
+from .store.spoilt import why_spoilt
 from .store.unplaced import LostPlaces
 from .store.zone_change import Places
 from .tick import SHORTEST_SLEEP, Tick, next_delay
@@ -462,14 +463,10 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if kind in self._in_trouble:
             return
         self._in_trouble.add(kind)
-        text = (
-            with_advice(exc)
-            if isinstance(exc, LockBackendError | UnreachableBrokerError)
-            else schedule_error(self.app, exc)
-        )
-        if "WRONGTYPE" in text:
-            with suppress(RedisError):
-                text = ticks_refusal(self.app) or text
+        is_of_another = isinstance(exc, LockBackendError | UnreachableBrokerError)
+        text = with_advice(exc) if is_of_another else schedule_error(self.app, exc)
+        if why := why_spoilt(schedule_client(self.app), Keys.of(self.app), exc):
+            text = f"the schedule's server {schedule_place(self.app)}: {why}"
         log.error("beat: Trouble with Redis: trying again", event="trouble", every=TROUBLE_INTERVAL, reason=text)
 
     def setup_schedule(self) -> None:

@@ -354,7 +354,7 @@ def resume_(app: Celery, as_json: bool, name: str | None, tag: str | None, all_:
     ),
     click.option(
         "--timeout",
-        type=Seconds(),
+        type=Seconds(min=0),
         default=10.0,
         show_default=True,
         help="How long to wait while another occurrence of the entry is pending, in seconds.",
@@ -365,8 +365,8 @@ def trigger_(app: Celery, as_json: bool, name: str, overlap: str | None, timeout
 
     The entry may be paused, disabled or finished. Its other times stay, and the run is not counted.
     """
+    state = ScheduleStatus.of(app)  # before: after it, an error would hide that the run was requested
     task_id = _entries(app).trigger(name, overlap=overlap, timeout=timeout)
-    state = ScheduleStatus.of(app)
     waits = "a beat of RedBeat leads: the run waits for a beat of singlebeat" if state.redbeat_leads else ""
     if state.why_leaderless:
         waits = f"{state.why_leaderless}. The run is sent once a beat leads"
@@ -400,7 +400,7 @@ def trigger_(app: Celery, as_json: bool, name: str, overlap: str | None, timeout
 def backfill_(
     app: Celery, as_json: bool, name: str, start: str, end: str, dry_run: bool, limit: int, overlap: str
 ) -> None:
-    """Run an entry once for each of its times after START until END, END included.
+    """Run an entry once for each of its times after START until END, END included; these times must have passed.
 
     START and END are in ISO 8601, in UTC unless they have an offset. Beat gets each run after it has sent the run
     before. Repeat the command to continue after an interruption; after a complete backfill, all times run again.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import getpass
 import secrets
+import socket
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
@@ -12,7 +15,7 @@ import click
 from ..errors import ConfigError
 from ..web import app as page_of
 from ..web.security import Role, hashed_password, hashed_token, is_loopback
-from .output import command
+from .output import UNANSWERED, command, fail
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -81,20 +84,44 @@ def web_(
 
     from ..web.connection import Connection, most_at_once  # noqa: PLC0415 - as above
 
-    shown = f"[{host}]" if ":" in host else host
+    shown, backlog = f"[{host}]" if ":" in host else host, max(1, most_at_once() // 2)
+    try:
+        sockets = _listen(host, port, backlog)
+    except OSError as exc:
+        why = str(exc.strerror).partition(" (")[0]  # without the address again
+        fail(f"the page cannot listen on {shown}:{port}: {why}. Choose another --port or --host", UNANSWERED)
     click.echo(f"The page: http://{shown}:{port}/")
-    # Its own headers would let a client choose the address from which it seems to come.
-    uvicorn.run(
+    config = uvicorn.Config(
         page,
-        host=host,
-        port=port,
         log_level="warning",
+        # Its own headers would let a client choose the address from which it seems to come.
         proxy_headers=False,
         server_header=False,
         http=Connection,
         ws="none",
-        backlog=max(1, most_at_once() // 2),  # asyncio accepts as many at once, before one of them is counted
+        backlog=backlog,  # asyncio accepts as many at once, before one of them is counted
     )
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=sockets)
+
+
+def _listen(host: str, port: int, backlog: int) -> list[socket.socket]:
+    """Return a listening socket for each address of a host, but for those that this machine does not have.
+
+    Raises:
+        OSError: there is none, or another program listens there.
+    """
+    found, missing = list[socket.socket](), OSError()
+    for family, *_, address in dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
+        try:
+            found.append(socket.create_server(address, family=family, backlog=backlog))
+        except OSError as exc:
+            if exc.errno not in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:
+                raise
+            missing = exc  # such as localhost's ::1 on a machine without IPv6
+    if not found:
+        raise missing
+    return found
 
 
 def _print_line(name: str, role: str, *, is_token: bool) -> None:

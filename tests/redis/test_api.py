@@ -699,6 +699,18 @@ def test_a_backfill_of_too_many_runs_is_refused_before_the_first(api, redis, hou
     assert not redis.exists(PENDING)
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_backfill_for_times_that_have_not_come_is_refused(api, redis, hourly, dry_run):
+    """Its runs would be sent now, and those of the schedule at their times."""
+    hourly()
+    last, first, _ = coming = api.next_runs("e", 3)  # ``last`` may pass meanwhile
+    with pytest.raises(EntryError, match=f"'e': {first:%Y-%m-%d %H:%M:%S}.* has not come yet: choose an earlier end"):
+        api.backfill("e", last, coming[2], dry_run=dry_run)
+
+    assert not redis.exists(PENDING)
+    assert len(api.backfill("e", last - 3 * HOUR, last - HOUR / 60, dry_run=True)) == 2
+
+
 def test_a_backfill_whose_times_take_too_long_is_refused_before_the_first(api, redis, hourly):
     hourly()
     with pytest.raises(EntryError, match=r"backfill of 'e': its times were not calculated within 0 s"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from contextlib import suppress
@@ -56,6 +57,43 @@ def test_a_key_of_the_schedule_of_another_type_is_named(findings, cli, bench, na
     assert text.startswith(f"it is no {kind}, and beat cannot use it: another program has written there")
     bench.redis.execute_command(*re.search("DEL [^ ]+", text)[0].split())
     assert findings("key") == []
+
+
+@pytest.mark.parametrize("name", [name for name, (kind, _) in OWN_KEYS.items() if kind == "stream"])
+def test_a_stream_that_takes_no_more_records_is_named(findings, cli, bench, name):
+    """An id is a time and a number: XADD by another program may set them so high that no id is higher."""
+    bench.put(ago=timedelta())
+    bench.tick()
+    bench.redis.xadd(f"redbeat::{name}", {"a": "b"}, "18446744073709551615-18446744073709551614")
+    assert findings("key") == []  # one more is possible
+    bench.redis.xadd(f"redbeat::{name}", {"a": "b"}, "18446744073709551615-18446744073709551615")
+    assert f"redbeat::{name}" in cli("health", code=1).output
+
+    ((level, text),) = findings(f"key redbeat::{name}")
+
+    measured(text)
+    assert level == "problem"
+    assert text.startswith("it takes no more records, because it has the last possible id, and beat cannot use it: ")
+    bench.redis.execute_command(*re.search("DEL [^ ]+", text)[0].split())
+    assert findings("key") == []
+    cli("health")
+
+
+def test_a_change_that_cannot_be_recorded_fails_with_what_to_do(cli, bench, caplog):
+    bench.put()
+    bench.redis.xadd("redbeat::changes", {"a": "b"}, "18446744073709551615-18446744073709551615")
+    bench.redis.hset("redbeat:new", "definition", json.dumps({"task": f"{APP}.plain", "schedule": 60}))
+    bench.redis.zadd("redbeat::schedule", {"redbeat:new": 0})
+    bench.tick()
+
+    said = cli("pause", "e", code=2).output
+
+    why = "the key redbeat::changes takes no more records, because it has the last possible id: another program"
+    assert why in said
+    assert "DEL redbeat::changes" in said
+    assert why in caplog.text
+    bench.redis.delete("redbeat::changes")
+    cli("pause", "e")
 
 
 @pytest.mark.parametrize("spoil", [("SET", "x"), ("SET", "-99999999999999999999999"), ("RPUSH", "mine")])

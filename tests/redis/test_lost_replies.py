@@ -36,6 +36,7 @@ PAUSES, CHANGES = "redbeat::pauses", "redbeat::changes"
 AUTHOR = ("ann", "cli", 10)
 STANDBYS, RESIGNED = "redbeat::standbys", "redbeat::resigned"
 HOUR = timedelta(hours=1)
+DONE = "It may have been done all the same: before you repeat it, see"
 #: The packages that hold the scripts of beat, by the names of these.
 SCRIPTS = {path.stem: ".".join(path.relative_to(ROOT).parts[:-1]) for path in (ROOT / "singlebeat/beat").rglob("*.lua")}
 
@@ -481,3 +482,38 @@ def test_a_term_was_ended_though_the_reply_is_lost(bench, redis, proxy):
 
     assert resign(bench.app) is True
     assert proxy.lost == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "args", "shown_by"),
+    [
+        ("propose", ("trigger", "e"), "history"),
+        ("save", ("edit", "e", "--set", "jitter=3"), "changes"),
+        ("save", ("pause", "e"), "changes"),
+        ("delete", ("delete", "e"), "changes"),
+        ("pause", ("pause", "--all"), "changes"),
+        ("resign", ("resign",), "status"),
+    ],
+)
+def test_a_command_whose_replies_are_all_lost_may_have_been_done(bench, proxy, cli, script, args, shown_by):
+    bench.put()
+    bench.tick()
+    lost = beat_script(script)
+    proxy.meanwhile = lambda: proxy.lose_reply_of(lost)
+    proxy.lose_reply_of(lost)
+
+    said = cli(*args, app=bench.app, code=2).output
+
+    assert proxy.lost > 1
+    assert said.endswith(
+        f". It may have been done all the same: before you repeat it, see celery singlebeat {shown_by}\n"
+    )
+    assert said.count("\n") == 1
+
+
+def test_a_command_that_could_only_read_was_not_done(bench, proxy, cli):
+    bench.put()
+    proxy.meanwhile = lambda: proxy.lose_next_reply(b"redbeat:e")
+    proxy.lose_next_reply(b"redbeat:e")
+
+    assert "may have been done" not in cli("trigger", "e", app=bench.app, code=2).output

@@ -37,12 +37,22 @@ def test_arguments_are_masked_by_their_names_at_any_depth(app):
     value = {
         "user": "ann",
         "PassWord": SECRET,
+        "ftp_passwd": SECRET,
+        "apiKey": SECRET,
+        "stripe_api_key": SECRET,
+        "headers": {"X-Api-Key": SECRET, "Authorization": SECRET, "Accept": "text"},
+        "credentials": [SECRET],
         "nested": [{"api_token_2": {"a": SECRET}}, ({"client_secret": [SECRET]}, 1)],
     }
 
     assert masked(value, app) == {
         "user": "ann",
         "PassWord": MASK,
+        "ftp_passwd": MASK,
+        "apiKey": MASK,
+        "stripe_api_key": MASK,
+        "headers": {"X-Api-Key": MASK, "Authorization": MASK, "Accept": "text"},
+        "credentials": MASK,
         "nested": [{"api_token_2": MASK}, ({"client_secret": MASK}, 1)],
     }
     assert value["PassWord"] == SECRET, "the value itself stays"

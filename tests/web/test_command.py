@@ -10,11 +10,12 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 import pytest
 
+from singlebeat.web.security import hashed_token
 from tests.support import free_port, wait_until
 
 #: The celery command with shorter times between the checks of a connection.
@@ -85,6 +86,35 @@ def test_the_command_serves_the_page_until_it_is_told_to_end(serve):
 
     assert re.search(r'class="brand" [^>]*>singlebeat <small>shop</small>', text)
     assert "There is no entry yet" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ((), "127.0.0.1:{}: Address already in use. Choose"),
+        (("--host", "::1"), "[::1]:{}: "),
+        (("--host", "localhost"), "localhost:{}: Address already in use. Choose"),
+        (("--host", "198.51.100.7", "--users", "users"), "198.51.100.7:{}: Cannot assign requested address. Choose"),
+        (("--host", "no.such.host.invalid", "--users", "users"), "no.such.host.invalid:{}: "),
+    ],
+    ids=["port", "IPv6", "name", "address", "host"],
+)
+def test_an_address_where_the_command_cannot_listen_is_one_error(server, tmp_path, options, why):
+    (tmp_path / "users").write_text(f"boss:admin:{hashed_token('admin')}\n")
+    with ExitStack() as stack:
+        taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = taken.getsockname()[1]
+        with suppress(OSError):  # without IPv6 the error is another one
+            stack.enter_context(socket.create_server(("::1", port), family=socket.AF_INET6))
+        options = ("-b", server.celery_url, "singlebeat", "web", "--port", str(port), *options)
+        command = [sys.executable, "-m", "celery", *options]
+
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(f"Error: the page cannot listen on {why.format(port)}")
+    assert ended.stderr.endswith(". Choose another --port or --host\n")
+    assert ended.stderr.count("\n") == 1
 
 
 def test_unfinished_requests_keep_no_one_from_the_page(serve, tmp_path):

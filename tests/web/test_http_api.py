@@ -13,9 +13,11 @@ from jsonschema import Draft202012Validator, FormatChecker
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from singlebeat import Schedule
+from singlebeat.beat.schedule import PROPOSE
 from singlebeat.web.api.description import description
 from singlebeat.web.api.operations import OPERATIONS
 from singlebeat.web.security import COOKIE, Role, Users, hashed_password, hashed_token
+from tests.proxy import LossyProxy
 from tests.redis.conftest import bench, bench_on  # noqa: F401 - fixtures
 from tests.support import APP, wait_until
 
@@ -256,6 +258,41 @@ def test_a_change_of_the_present_version_is_stored(client, schedule, e):
     client("DELETE", "/entry", None, 204, name="e", headers={"If-Match": answer.headers["etag"]})
 
 
+@pytest.mark.parametrize("version", ["*", '"old"'])
+@pytest.mark.parametrize(
+    ("method", "body"), [("PUT", {"definition": NIGHTLY}), ("PATCH", {"policy": {"jitter": 9}}), ("DELETE", None)]
+)
+def test_a_version_matches_no_entry_that_is_missing(client, schedule, version, method, body):
+    answer = client(method, "/entry", body, 412, name="e", headers={"If-Match": version})
+
+    assert answer.json()["detail"].startswith("there is no entry 'e'")
+    assert [*schedule.list()] == []
+
+
+@pytest.mark.parametrize("empty", ["", " ", ","])
+@pytest.mark.parametrize(
+    ("method", "body"), [("PUT", {"definition": NIGHTLY}), ("PATCH", {"policy": {"jitter": 9}}), ("DELETE", None)]
+)
+def test_an_empty_version_is_refused(client, schedule, e, empty, method, body):
+    """A client whose variable is empty has a version in mind: it does not mean any."""
+    answer = client(method, "/entry", body, 400, name="e", headers={"If-Match": empty})
+
+    assert "write the ETag of the entry" in answer.json()["detail"]
+    assert schedule.get("e").policy.jitter is None
+
+
+@pytest.mark.parametrize("listed", ['"old", {}', '"old" , W/{},"other"', '"old"\n{}'])
+def test_one_of_several_versions_suffices(client, schedule, e, listed):
+    """The last case is a header that came twice, as the page joins its values."""
+    version = client("GET", "/entry", name="e").headers["etag"]
+    headers = [("If-Match", each) for each in listed.format(version).split("\n")]
+    headers.append(("Authorization", "Bearer admin"))
+
+    answer = client.page.request("DELETE", "/api/entry", params={"name": "e"}, headers=headers)
+
+    assert answer.status_code == 204
+
+
 def test_a_change_between_check_and_write_is_refused(client, schedule, e, monkeypatch):
     """The write itself compares what is stored; nothing may come in between."""
     version = client("GET", "/entry", name="e").headers["etag"]
@@ -319,6 +356,19 @@ def test_a_broken_entry_is_mended_only_as_a_whole(client, redis, schedule, e):
     assert "schedule" in problem["detail"]
     client("PATCH", "/entry", {"definition": {"task": PLAIN, "schedule": 60}}, name="e")
     assert schedule.get("e").args == [7]
+
+
+def test_a_change_whose_replies_are_all_lost_may_have_been_done(visit, server, bench_on):  # noqa: F811 - a fixture
+    with LossyProxy(server) as proxy:
+        bench = bench_on(server, redbeat_redis_url=proxy.url, singleton_backend_url=server.url)
+        bench.put()
+        client = Client(visit(client=FAR, users=Users(USERS), of=bench.app))
+        proxy.meanwhile = lambda: proxy.lose_reply_of(PROPOSE)
+        proxy.lose_reply_of(PROPOSE)
+
+        answer = client("POST", "/run", {}, 503, name="e")
+
+    assert answer.json()["detail"].endswith("before you repeat it, see celery singlebeat history")
 
 
 # ------------------------------------------------------------------ masks

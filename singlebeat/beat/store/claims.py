@@ -18,6 +18,7 @@ from ...connections import ResponseError
 from ...errors import ConfigError, EntryError
 from ...log import Log
 from ...lua import packed, script
+from ...server_errors import with_advice
 from ..calculating_time import CalculatingTime
 from ..calendar.zone import app_zone
 from ..entries.author import digests
@@ -33,6 +34,7 @@ from ..share import ALL, Share
 from .changes import notice
 from .quarantine import QUARANTINED, RECHECKED_PER_TICK, Quarantine
 from .server import eviction_policy
+from .spoilt import why_spoilt
 from .unplaced import READ_WITNESSES, Witnesses
 
 if TYPE_CHECKING:
@@ -391,7 +393,8 @@ class Store:
         try:
             notice(self.client, self.keys, self._changes_limit, found)
         except ResponseError as exc:  # runs must not wait for that
-            log.warning("beat: A change of another program is not recorded", event="unrecorded", reason=exc)
+            reason = why_spoilt(self.client, self.keys, exc) or with_advice(exc)
+            log.warning("beat: A change of another program is not recorded", event="unrecorded", reason=reason)
 
     def _note_pauses(self, pauses: Pauses) -> None:
         """Remember the pauses of many entries, and log those that cannot be read, which pause nothing."""

@@ -17,7 +17,7 @@ from ...locks.redis import RedisBackend
 from ...lua import script
 from ...server_errors import advice_of_writes, denied_command, is_denied, with_advice
 from ..keys import Keys
-from .spoilt import spoilt_keys
+from .spoilt import spoilt_keys, why_spoilt
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -201,10 +201,20 @@ def lock_place(app: Celery) -> str:
     return masked(backend.url) if isinstance(backend, RedisBackend) else type(backend).__name__
 
 
+#: The command that shows what a call has changed whose reply is lost, by the script that it has called.
+_SHOWN_BY = {"save": "changes", "delete": "changes", "pause": "changes", "propose": "history", "resign": "status"}
+
+
 def schedule_server_says(app: Celery, exc: RedisError) -> str:
-    """Return an error of the schedule's server, and what to do; if its user lacks a right, name all missing rights."""
+    """Return an error of the schedule's server, and what to do: name all missing rights, or all spoilt keys.
+
+    If the reply to a change is lost, it says so: a repetition could do it twice.
+    """
     refused = schedule_refusal(app, exc) if is_denied(exc) else ""
-    return refused or with_advice(exc)
+    said = refused or why_spoilt(schedule_client(app), Keys.of(app), exc) or with_advice(exc)
+    shown_by = _SHOWN_BY.get(getattr(exc, "script", ""), "") if what_it_does(exc) == "does not answer" else ""
+    done = ". It may have been done all the same: before you repeat it, see celery singlebeat "
+    return f"{said}{done}{shown_by}" if shown_by else said
 
 
 def schedule_error(app: Celery, exc: RedisError) -> str:

@@ -1,19 +1,20 @@
-"""The keys of the schedule to which another program has given another type."""
+"""The keys of the schedule that another program has spoilt: of another type, or a stream that takes no more records."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...connections import ResponseError
+from ...connections import RedisError, ResponseError
 from ..keys import LEASE_KEYS, OWN_KEYS
 
 if TYPE_CHECKING:
     from ...clients import RedisClient
     from ..keys import Keys
 
-__all__ = ("Spoilt", "spoilt_keys")
+__all__ = ("Spoilt", "spoilt_keys", "why_spoilt")
 
 #: The name of each type, and a command that only a key of that type answers, which beat needs anyway.
 _TYPES = {
@@ -24,12 +25,15 @@ _TYPES = {
     "string": ("string", ("GET",)),
 }
 
+#: The id after which a stream takes no more records.
+_LAST_ID = "18446744073709551615-18446744073709551615"
+
 
 class Spoilt(NamedTuple):
-    """A key of another type than beat needs."""
+    """A key that beat cannot use."""
 
     key: str
-    kind: str  #: what it must be
+    why: str  #: what is wrong, as a predicate: ``is no hash``
 
     @property
     def advice(self) -> str:
@@ -40,11 +44,11 @@ class Spoilt(NamedTuple):
         )
 
     def __str__(self) -> str:
-        return f"the key {self.key} is no {self.kind}: {self.advice}"
+        return f"the key {self.key} {self.why}: {self.advice}"
 
 
 def spoilt_keys(client: RedisClient, keys: Keys) -> Iterator[Spoilt]:
-    """Yield the keys of the schedule and of its leadership that are of a wrong type.
+    """Yield the keys of the schedule and of its leadership that another program has spoilt.
 
     Raises:
         RedisError: the server does not answer.
@@ -58,4 +62,18 @@ def spoilt_keys(client: RedisClient, keys: Keys) -> Iterator[Spoilt]:
         replies = pipe.execute(raise_on_error=False)
     for (key, kind, _), reply in zip(asked, replies, strict=True):
         if isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply):
-            yield Spoilt(key, kind)
+            yield Spoilt(key, f"is no {kind}")
+        elif kind == "stream" and reply and not isinstance(reply, ResponseError) and reply[0][0] == _LAST_ID:
+            yield Spoilt(key, "takes no more records, because it has the last possible id")
+
+
+def why_spoilt(client: RedisClient, keys: Keys, error: Exception) -> str:
+    """Return which keys are spoilt, and what to do, if an error of the schedule's server may come of that; else empty.
+
+    Args:
+        error: of a call, which does not name the key.
+    """
+    if any(text in str(error) for text in ("WRONGTYPE", "exhausted the last possible ID")):
+        with suppress(RedisError):
+            return "; ".join(map(str, spoilt_keys(client, keys)))
+    return ""

@@ -71,12 +71,11 @@ def check_server(app: Celery, _: Read) -> Iterator[Finding]:
 
 
 def check_keys(app: Celery, schedule: Read) -> Iterator[Finding]:
-    """Check for keys of the schedule that another program has given another type."""
+    """Check for keys of the schedule that another program has spoilt."""
     if schedule.error is not None:
         return
     for spoilt in spoilt_keys(schedule_client(app), Keys.of(app)):
-        text = f"it is no {spoilt.kind}, and beat cannot use it: {spoilt.advice}"
-        yield Finding("problem", f"key {spoilt.key}", text)
+        yield Finding("problem", f"key {spoilt.key}", f"it {spoilt.why}, and beat cannot use it: {spoilt.advice}")
 
 
 def check_rights(app: Celery, schedule: Read) -> Iterator[Finding]:

@@ -106,7 +106,7 @@ def _save(call: Call, *, is_partial: bool) -> Result:
         call.name,
         given["definition"] or {},
         given["policy"] or {},
-        expected=headers.get("if-match", ""),
+        expected=entries.versions_of(headers.get("if-match")),
         must_be_new=headers.get("if-none-match", "").strip() == "*",
         is_partial=is_partial,
     )
@@ -118,9 +118,9 @@ def _save(call: Call, *, is_partial: bool) -> Result:
 def delete_entry(call: Call) -> Result:
     """Delete an entry."""
     found = None
-    if expected := call.request.headers.get("if-match", ""):
-        found = call.schedule.salvage(call.name)
-        entries.check_version(found, expected)
+    if expected := entries.versions_of(call.request.headers.get("if-match")):
+        found = entries.stored(call.schedule, call.name)
+        entries.check_version(call.name, found, expected)
     try:
         is_deleted = call.schedule.delete(call.name, found=found)
     except ConflictError as exc:

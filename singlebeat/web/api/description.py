@@ -23,7 +23,7 @@ ERRORS: Mapping[int, str] = {
     403: "The role of the user is too low, or the request was forged.",
     404: "There is no such entry.",
     409: "Another process was faster, or a lock is not free.",
-    412: "The entry has another version than If-Match names.",
+    412: "The entry has another version than If-Match names, or there is none.",
     413: "The body is too large.",
     415: "The body is no JSON.",
     422: "What was given cannot be used.",
@@ -117,8 +117,8 @@ def _in_query(parameter: Parameter) -> Mapping[str, Any]:
 
 def _in_header(name: str) -> Mapping[str, Any]:
     meaning = {
-        "If-Match": "Version of the entry, the ETag of its last answer: the change is refused with 412 if the entry "
-        "has another one.",
+        "If-Match": "Version of the entry, the ETag of its last answer, or several: the change is refused with 412 if "
+        "the entry has another one, or if there is none. `*`: any version of an entry that exists.",
         "If-None-Match": "`*`: store the entry only if there is none of this name.",
     }
     return {"name": name, "in": "header", "required": False, "description": meaning[name], "schema": STRING}

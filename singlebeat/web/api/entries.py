@@ -17,6 +17,7 @@ from ...beat.entries.salvage import Salvage
 from ...beat.entries.state import State, outlook
 from ...errors import ConflictError, EntryError, UnknownEntryError
 from ..board import policy_of
+from ..security import RefusedError
 from ..versions import DEFINITION, differences, version_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from ...beat.schedule import Schedule
     from ..board import Board
 
-__all__ = ("ChangedError", "document", "drafted", "row", "save", "version")
+__all__ = ("ChangedError", "check_version", "document", "drafted", "row", "save", "stored", "version", "versions_of")
 
 
 class ChangedError(ConflictError):
@@ -135,7 +136,7 @@ def save(
     definition: Mapping[str, Any],
     policy: Mapping[str, Any],
     *,
-    expected: str,
+    expected: Sequence[str],
     must_be_new: bool,
     is_partial: bool,
 ) -> bool:
@@ -143,7 +144,7 @@ def save(
 
     Args:
         definition: of which masks keep the stored values.
-        expected: versions that the stored entry may have, as ``If-Match`` lists them; empty: any.
+        expected: versions that the stored entry may have; empty: any, and there may be no entry.
         must_be_new: store it only if there is no entry of this name.
         is_partial: keep the parts that are not given, also in the policy, of which null removes a part.
 
@@ -152,12 +153,12 @@ def save(
         ChangedError: the stored entry has another version, or another process was faster.
         EntryError: a value cannot be stored.
     """
-    found = _stored(schedule, name)
-    if found is None and (is_partial or (expected and expected.strip() != "*")):
-        raise _gone(schedule, name) if expected else UnknownEntryError(f"there is no entry {name!r}")
+    found = stored(schedule, name)
+    if found is None and is_partial and not expected:
+        raise UnknownEntryError(f"there is no entry {name!r}")
     if found is not None and must_be_new:
         raise ChangedError(f"there is an entry {name!r} already: change it with If-Match", is_condition=True)
-    check_version(found, expected)
+    check_version(name, found, expected)
     given = _kept(board, definition, found, is_partial=is_partial)
     if is_partial and found is not None:
         entry = _changed(found, given, policy)
@@ -173,23 +174,44 @@ def save(
     try:
         schedule.save(entry)
     except ConflictError as exc:
-        now = _stored(schedule, name)
+        now = stored(schedule, name)
         parts = differences(version_of(found), version_of(now))
         raise ChangedError(str(exc), parts, is_condition=bool(expected) or must_be_new) from None
     return found is None
 
 
-def check_version(found: Salvage | None, expected: str) -> None:
-    """Check that an entry has an expected version.
+def versions_of(header: str | None) -> Sequence[str]:
+    """Return the versions that ``If-Match`` lists; empty if it is not given.
 
     Raises:
-        ChangedError: it has another one.
+        RefusedError: it is given, and empty.
     """
-    if not expected or expected.strip() == "*":
+    if header is None:
+        return ()
+    # The page joins the values of a header that came several times by the ends of lines.
+    found = [each.strip().removeprefix("W/") for each in header.replace("\n", ",").split(",") if each.strip()]
+    if not found:
+        raise RefusedError(
+            "the header If-Match is empty: write the ETag of the entry there, as its last answer has it, or * for any "
+            "version, or leave the header out",
+            400,
+        )
+    return found
+
+
+def check_version(name: str, found: Salvage | None, expected: Sequence[str]) -> None:
+    """Check that an entry has one of the expected versions; ``*`` is any version of an entry that exists.
+
+    Raises:
+        ChangedError: it has another one, or there is no entry.
+    """
+    if not expected:
         return
-    given, present = [each.strip().removeprefix("W/") for each in expected.split(",")], version(found)
-    if present not in given:
-        parts = differences(given[0].strip('"'), present.strip('"'))
+    if found is None:
+        raise ChangedError(f"there is no entry {name!r}, so that no version of it matches", is_condition=True)
+    present = version(found)
+    if [*expected] != ["*"] and present not in expected:
+        parts = differences(expected[0].strip('"'), present.strip('"'))
         what = f": {', '.join(parts)}" if parts else ""
         raise ChangedError(
             f"another process has changed the entry since you have read it{what}. Read it again, and repeat the change",
@@ -198,11 +220,8 @@ def check_version(found: Salvage | None, expected: str) -> None:
         )
 
 
-def _gone(schedule: Schedule, name: str) -> ChangedError:
-    return ChangedError(f"there is no entry {name!r} any more", is_condition=True)
-
-
-def _stored(schedule: Schedule, name: str) -> Salvage | None:
+def stored(schedule: Schedule, name: str) -> Salvage | None:
+    """Return an entry as it is stored; None if there is none of this name."""
     with suppress(UnknownEntryError):
         return schedule.salvage(name)
     return None

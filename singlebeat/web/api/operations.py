@@ -260,7 +260,7 @@ OPERATIONS: Sequence[Operation] = (
         (NAME,),
         (
             Parameter("start", "The runs are later.", "instant", is_required=True),
-            Parameter("end", "The last run is not later.", "instant", is_required=True),
+            Parameter("end", "The last run is not later. Its time must have passed.", "instant", is_required=True),
             _overlap(Overlap.BUFFER_ALL.value, "What becomes of a run that meets an equal call."),
             Parameter(
                 "limit",
