@@ -463,8 +463,10 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if kind in self._in_trouble:
             return
         self._in_trouble.add(kind)
-        is_of_another = isinstance(exc, LockBackendError | UnreachableBrokerError)
-        text = with_advice(exc) if is_of_another else schedule_error(self.app, exc)
+        if isinstance(exc, LockBackendError | UnreachableBrokerError):  # it names the server
+            text = with_advice(exc)
+        else:
+            text = schedule_error(self.app, exc)
         if why := why_spoilt(schedule_client(self.app), Keys.of(self.app), exc):
             text = f"the schedule's server {schedule_place(self.app)}: {why}"
         log.error("beat: Trouble with Redis: trying again", event="trouble", every=TROUBLE_INTERVAL, reason=text)
