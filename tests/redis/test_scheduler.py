@@ -2908,6 +2908,7 @@ POISON: dict[str, dict[str, Any]] = {
     "an occurrence of another kind": {"pending": "[]"},
     "a lone surrogate in an argument": {"args": ["\ud800"]},
     "a lone surrogate in the task": {"task": "\ud800"},
+    "arguments that are too deep for a worker": {"args": json.loads("[" * 900 + "]" * 900)},
     "a countdown that is no number": {"options": {"countdown": "soon"}},
     "an eta that is no date": {"options": {"eta": "soon"}},
     "an expiry that is no date": {"options": {"expires": "soon"}},

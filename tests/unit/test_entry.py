@@ -6,6 +6,7 @@ import copy
 import json
 import traceback
 from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -15,7 +16,7 @@ from dateutil.rrule import FR, MO
 from redbeat.schedules import rrule
 
 from singlebeat import Entry
-from singlebeat.beat.entries.definition import salvage_fields
+from singlebeat.beat.entries.definition import MOST_NESTED, salvage_fields
 from singlebeat.beat.entries.entry import PARKED, Meta
 from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.errors import EntryError
@@ -280,6 +281,42 @@ def test_meta_is_written_with_redbeats_fields_only():
 def test_a_string_that_is_no_definition_is_refused(app, text, why):
     with pytest.raises(EntryError, match=why):
         decode(app, text)
+
+
+def nested(depth: int) -> list[Any]:
+    """Return a list with arrays in one another."""
+    value: list[Any] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("wrap", [lambda deep: {"args": deep}, lambda deep: {"options": {"headers": {"a": deep}}}])
+@pytest.mark.parametrize("depth", [MOST_NESTED, 900])
+def test_a_definition_is_refused_before_it_is_too_deep_for_a_worker(app, wrap, depth):
+    """A worker cannot pickle it for its processes, and ends."""
+    use = f"definition is nested too deeply: use at most {MOST_NESTED} arrays and objects in one another"
+
+    with pytest.raises(EntryError, match=use):
+        decode(app, **wrap(nested(depth)))
+    fields, problems = salvage_fields(json.dumps({"task": "t", **wrap(nested(depth))}), {})
+
+    assert fields["task"] == "t"
+    assert use in problems[next(iter(wrap([])))]
+
+
+def test_a_definition_may_be_wide_and_as_deep_as_said(app):
+    wide = [[], {}] * MOST_NESTED
+
+    assert decode(app, args=nested(MOST_NESTED - 1)).args == nested(MOST_NESTED - 1)
+    assert decode(app, args=wide).args == wide
+
+
+def test_an_entry_that_is_too_deep_for_json_is_refused_as_such(app):
+    deep = Entry("deep", "t", 60, args=nested(5000), app=app)
+
+    with pytest.raises(EntryError, match="entry 'deep' cannot be stored: its definition is nested too deeply: use"):
+        deep.encode()
 
 
 @pytest.mark.parametrize(
