@@ -1077,7 +1077,10 @@ def test_the_last_run_is_listed_by_its_age(cli, put):
 UNUSABLE = [
     (["--options", '{"countdown": "x"}'], "the option countdown is 'x': use a number of seconds"),
     (["--options", '{"time_limit": "300 s"}'], "the option time_limit is '300 s': use a number of seconds, 0 or more"),
-    (["--options", '{"link": {"task": "t", "options": {"eta": 0}}}'], "the option eta is 0: use an ISO 8601 date"),
+    (
+        ["--options", '{"link": {"task": "t", "args": [], "options": {"eta": 0}}}'],
+        "the option eta is 0: use an ISO 8601 date",
+    ),
     (
         ["--options", '{"delivery_mode": "x"}'],
         "the option delivery_mode is 'x': use one of 1, 2, transient, persistent",

@@ -16,6 +16,7 @@ from celery.schedules import BaseSchedule, schedule
 from ...errors import EntryError
 from ...locks.base import HEADER, RUN_HEADER
 from ..calendar.recurrence import is_known
+from ..keys import check_encodable
 from .code_only import insert_marks, restore_arguments, restore_schedule
 from .options import cause, check_signatures, check_values, scalar, shortened
 from .schedule_json import Decoder, Encoder, decode_schedule
@@ -227,6 +228,7 @@ def salvage_fields(definition: str, given: Given) -> tuple[dict[str, Any], dict[
 def _task(value: object, _: Given) -> str:
     if not isinstance(value, str) or not value:
         raise EntryError("definition has no task, or its task is not a string")
+    check_encodable("task", value)
     return value
 
 
