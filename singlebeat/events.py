@@ -199,6 +199,11 @@ EVENTS: Mapping[str, Event] = {
         "An acknowledged message was sent again to wait for its turn, after an alarm of RabbitMQ had lasted for a "
         "minute. The message is lost if RabbitMQ dies before the alarm ends.",
     ),
+    "not_taken": Event(
+        (ERROR,),
+        "The pool of a worker could not take a run: ``reason``. The lock is free, and the message stays with the "
+        "broker, which delivers it again after the end of this worker.",
+    ),
     "put_back": Event(
         (WARNING,),
         "A message cannot start for another ``reason``, and the broker will deliver the message again.",

@@ -80,7 +80,7 @@ MESSAGE_LOST, RAN_ELSEWHERE = "message_lost", "ran_elsewhere"
 OUTCOMES: Mapping[str, str] = {
     "success": "The body has returned.",
     RESULT_NOT_STORED: "The body has returned, and the result backend did not store its result.",
-    "failure": "The body has raised an error.",
+    "failure": "The body has raised an error, or the worker could not hand the run over to its pool.",
     "retry": "The task is sent again for a retry.",
     "ignored": "The body has raised ``Ignore``, or the task was replaced.",
     "rejected": "The body has raised ``Reject``, or the worker has rejected the message.",

@@ -127,7 +127,7 @@ def check_encodable(what: str, text: str) -> None:
     """Check that a client can encode a string; bytes that are not UTF-8 can be.
 
     Args:
-        what: the string is, for the error: entry, tag, note.
+        what: the string is, for the error: entry, tag, note, task.
 
     Raises:
         EntryError: half of a surrogate pair is in it.

@@ -149,7 +149,13 @@ def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
                 log.warning("%(task)s[%(id)s] cannot start now and is put back", event="put_back", **about)
             self._put_back(exc)
             raise TaskRevokedError(self.id) from exc
-        return execute(self, pool, **kwargs)
+        try:
+            return execute(self, pool, **kwargs)
+        except TaskRevokedError:
+            raise  # _announce_revoked has freed its lock
+        except Exception as exc:
+            self._end_untaken(exc)
+            raise
 
     return gated
 
@@ -325,6 +331,21 @@ class Request(celery_request.Request):  # type: ignore[misc]
         pause = PUT_BACK_AFTER_ALARM if isinstance(exc, Blocked) else PUT_BACK_AFTER
         renewer_of(self.app).call_later(pause, partial(self.reject, requeue=True))
 
+    def _end_untaken(self, exc: Exception) -> None:
+        """Free the lock of a run that the pool could not take; the message is left to Celery.
+
+        Celery logs the error in the timer of a message with an ETA, and ends the worker at any other message. The pool
+        may keep the request for as long as the worker lives, and with it the renewal of the lock.
+        """
+        # A pool without processes may run the task before it returns. The run has started then, and ends as any other.
+        if self.ticket is None or self._over or self.time_start is not None:
+            return
+        self._over = True
+        renewer_of(self.app).finish(self)
+        about = {"task": self.task.name, "id": self.id, "reason": safe_repr(exc)}
+        log.error("%(task)s[%(id)s] does not start: the pool cannot take the run", event="not_taken", **about)
+        record_end(self, "failure", exc)
+
     def leave_unstarted(self) -> None:
         """Hand over the lock of a run that a pool has got, and will not start."""
         if not (self.acknowledged or self._over):
@@ -404,6 +425,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
                 if self._terminate_on_ack is not None:
                     self._end_unstarted(self._terminate_on_ack[1])
                 self.free_if_acknowledged()
+            elif self.ticket is not None and not self.task.acks_late:
+                self.acknowledge()  # the process runs the task all the same, and its end frees the lock
             raise
 
     def _end_unstarted(self, signum: str | int | None) -> None:

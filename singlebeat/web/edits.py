@@ -13,6 +13,7 @@ from zoneinfo import ZoneInfo
 
 from ..beat.calendar.shifts import effects
 from ..beat.calendar.words import in_words
+from ..beat.entries.definition import why_too_deep
 from ..beat.entries.entry import NOTHING, Entry
 from ..beat.entries.policy import EntryPolicy
 from ..errors import ConflictError, EntryError, UnknownEntryError
@@ -164,7 +165,7 @@ def _unmasked(board: Board, draft: Draft, fields: Mapping[str, Any], stored: Map
         draft.errors[exc.path.partition(".")[0]] = str(exc)
         return {}
     except RecursionError:
-        draft.errors["whole"] = "the arguments are nested too deeply"
+        draft.errors["whole"] = why_too_deep("the definition")
     return {}
 
 

@@ -753,6 +753,20 @@ def test_a_users_error_is_one_line_and_no_traceback(cli, put, args, code, messag
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize("depth", [250, 900, 100_000])
+def test_arguments_that_are_too_deep_are_refused_by_add_and_import(cli, depth, tmp_path):
+    deep, file = "[" * depth + "]" * depth, tmp_path / "entries.json"
+    file.write_text(f'[{{"name": "e", "definition": {{"task": "t", "schedule": 5, "args": {deep}}}}}]')
+
+    added = cli("add", "e", TASK, "--every", "5", "--args", deep, code=2).output
+    imported = cli("import", str(file), code=1 if depth < 1000 else 2).output
+
+    said = "nested too deeply: use at most 250 arrays and objects in one another"
+    assert said in added or depth > 1000
+    assert said in imported or depth > 1000
+    assert "Traceback" not in added + imported
+
+
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "web"])
 def test_an_unreachable_server_is_one_line_and_exit_code_2(cli, name):
     away = f"redis://127.0.0.1:{free_port()}/0"
@@ -1086,7 +1100,10 @@ def test_the_last_run_is_listed_by_its_age(cli, put):
 UNUSABLE = [
     (["--options", '{"countdown": "x"}'], "the option countdown is 'x': use a number of seconds"),
     (["--options", '{"time_limit": "300 s"}'], "the option time_limit is '300 s': use a number of seconds, 0 or more"),
-    (["--options", '{"link": {"task": "t", "options": {"eta": 0}}}'], "the option eta is 0: use an ISO 8601 date"),
+    (
+        ["--options", '{"link": {"task": "t", "args": [], "options": {"eta": 0}}}'],
+        "the option eta is 0: use an ISO 8601 date",
+    ),
     (
         ["--options", '{"delivery_mode": "x"}'],
         "the option delivery_mode is 'x': use one of 1, 2, transient, persistent",

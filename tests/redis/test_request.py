@@ -613,6 +613,70 @@ def test_a_plain_task_whose_start_fails_goes_back_to_the_broker_too(app, deliver
     assert messages(redis) == (1, 0)
 
 
+class FullPool:
+    """A pool of processes that keeps a run that it has not been able to write down for a process."""
+
+    uses_semaphore = True
+
+    def __init__(self) -> None:
+        self.kept = list[Any]()
+
+    def apply_async(self, *_: Any, **callbacks: Any) -> None:
+        self.kept.append(callbacks)
+        raise RecursionError("maximum recursion depth exceeded while pickling an object")
+
+
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_run_that_its_pool_cannot_take_frees_its_lock(app, deliver, redis, caplog, base):
+    """The pool keeps the request alive, so the renewal of its lock would not end by itself."""
+    task, task_id, pool = app.task(same, name="app.task", shared=False, **based(base)), uuid(), FullPool()
+    lock = "SINGLETONLOCK_a"
+    backend_of(app).acquire_many([Call(Ref(lock, task_id), task.name, "", 60)])
+    header = {"id": task_id, "key": lock}
+    request = deliver(task, ["a"], pool=pool, id=task_id, **{HEADER: header, RUN_HEADER: {"entry": "a"}})
+
+    with pytest.raises(RecursionError):
+        request.execute_using_pool(pool)
+    renewer_of(app).flush()
+    flush_ends(app)
+
+    assert pool.kept
+    assert backend_of(app).get(lock) is None
+    assert request not in renewer_of(app)._living()
+    assert messages(redis) == (0, 1), "Celery leaves it to its broker"
+    ((_, end),) = redis.xrange("redbeat::runs")
+    assert end["outcome"] == "failure"
+    assert "RecursionError" in end["reason"]
+    assert caplog.text.count("the pool cannot take the run") == 1
+
+
+class TooManyError(Exception):
+    """An error of Celery's main process while it notes that a run has begun."""
+
+
+@pytest.mark.parametrize("acks_late", [False, True], ids=["early", "late"])
+def test_a_run_whose_start_celery_cannot_note_frees_its_lock(app, deliver, redis, monkeypatch, acks_late):
+    """The pool starts the run all the same, and nothing else would acknowledge its message."""
+    task, task_id, lock = app.task(same, name="app.task", shared=False, acks_late=acks_late), uuid(), "SINGLETONLOCK_a"
+    pool = SimpleNamespace(uses_semaphore=True, apply_async=lambda *_, **__: None)
+    request = deliver(task, ["a"], pool=pool, id=task_id, **{HEADER: {"id": task_id, "key": lock}})
+    request.execute_using_pool(pool)
+    held = backend_of(app).get(lock)
+
+    def fail(_: Request) -> None:
+        raise TooManyError
+
+    monkeypatch.setattr("celery.worker.request.task_accepted", fail)
+    with pytest.raises(TooManyError):
+        request.on_accepted(1, time.monotonic())
+    request.on_success((False, "a", 0.1))
+    renewer_of(app).flush()
+
+    assert held is not None
+    assert backend_of(app).get(lock) is None
+    assert messages(redis) == (0, 0)
+
+
 def test_an_acknowledged_singleton_that_cannot_be_resent_fails_with_why(app, deliver, redis, mute, other):
     task_id = uuid()
 

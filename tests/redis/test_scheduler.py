@@ -2944,6 +2944,10 @@ POISON: dict[str, dict[str, Any]] = {
     "an occurrence of another kind": {"pending": "[]"},
     "a lone surrogate in an argument": {"args": ["\ud800"]},
     "a lone surrogate in the task": {"task": "\ud800"},
+    "arguments that are too deep for a worker": {"args": json.loads("[" * 900 + "]" * 900)},
+    "a link that is no signature": {"options": {"link": ["x"]}},
+    "a chain of a task alone": {"options": {"chain": [{"task": "x"}]}},
+    "a shadow that is no name": {"options": {"shadow": {"a": 1}}},
     "a countdown that is no number": {"options": {"countdown": "soon"}},
     "an eta that is no date": {"options": {"eta": "soon"}},
     "an expiry that is no date": {"options": {"expires": "soon"}},
@@ -3510,8 +3514,14 @@ def test_the_lock_has_redbeats_interface(bench):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"link": [{"task": "admin.drop"}]}, "makes task admin.drop run, which is not among"),
-        ({"chain": [{"task": "admin.drop"}]}, "makes task admin.drop run, which is not among"),
+        (
+            {"link": [{"task": "admin.drop", "args": [], "options": {}}]},
+            "makes task admin.drop run, which is not among",
+        ),
+        (
+            {"chain": [{"task": "admin.drop", "args": [], "options": {}}]},
+            "makes task admin.drop run, which is not among",
+        ),
         ({"headers": {"task": "admin.drop"}}, "the option headers has 'task', which an entry must not set"),
     ],
     ids=str,
@@ -3521,7 +3531,7 @@ def test_an_entry_that_smuggles_a_task_past_the_setting_sends_nothing(bench_on, 
     definition = {"task": PLAIN, "args": ["smuggler"], "schedule": 60, "options": options}
     redis.hset("redbeat:smuggler", "definition", json.dumps(definition))
     redis.zadd(SCHEDULE, {"redbeat:smuggler": 0})
-    bench.put("honest", options={"link": [{"task": PLAIN, "args": ["linked"]}]})
+    bench.put("honest", options={"link": [{"task": PLAIN, "args": ["linked"], "options": {}}]})
 
     bench.scheduler().tick()
 

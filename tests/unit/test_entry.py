@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import traceback
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -15,7 +17,7 @@ from dateutil.rrule import FR, MO
 from redbeat.schedules import rrule
 
 from singlebeat import Entry
-from singlebeat.beat.entries.definition import salvage_fields
+from singlebeat.beat.entries.definition import MOST_NESTED, salvage_fields
 from singlebeat.beat.entries.entry import PARKED, Meta
 from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.errors import EntryError
@@ -282,12 +284,49 @@ def test_a_string_that_is_no_definition_is_refused(app, text, why):
         decode(app, text)
 
 
+def nested(depth: int) -> list[Any]:
+    """Return a list with arrays in one another."""
+    value: list[Any] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("wrap", [lambda deep: {"args": deep}, lambda deep: {"options": {"headers": {"a": deep}}}])
+@pytest.mark.parametrize("depth", [MOST_NESTED, 900])
+def test_a_definition_is_refused_before_it_is_too_deep_for_a_worker(app, wrap, depth):
+    """A worker cannot pickle it for its processes, and ends."""
+    use = f"definition is nested too deeply: use at most {MOST_NESTED} arrays and objects in one another"
+
+    with pytest.raises(EntryError, match=use):
+        decode(app, **wrap(nested(depth)))
+    fields, problems = salvage_fields(json.dumps({"task": "t", **wrap(nested(depth))}), {})
+
+    assert fields["task"] == "t"
+    assert use in problems[next(iter(wrap([])))]
+
+
+def test_a_definition_may_be_wide_and_as_deep_as_said(app):
+    wide = [[], {}] * MOST_NESTED
+
+    assert decode(app, args=nested(MOST_NESTED - 1)).args == nested(MOST_NESTED - 1)
+    assert decode(app, args=wide).args == wide
+
+
+def test_an_entry_that_is_too_deep_for_json_is_refused_as_such(app):
+    deep = Entry("deep", "t", 60, args=nested(5000), app=app)
+
+    with pytest.raises(EntryError, match="entry 'deep' cannot be stored: its definition is nested too deeply: use"):
+        deep.encode()
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
         ({"task": None}, "has no task"),
         ({"task": ""}, "has no task"),
         ({"task": 3}, "has no task"),
+        ({"task": "shop.\ud800"}, r"there can be no task 'shop.\\ud800': half of a surrogate pair cannot be encoded"),
         ({"args": "abc"}, "args is not a JSON array"),
         ({"args": {"x": 1}}, "args is not a JSON array"),
         ({"kwargs": [1]}, "kwargs is not a JSON object"),
@@ -300,6 +339,9 @@ def test_a_field_of_the_wrong_type_is_refused_by_name(app, fields, why):
         decode(app, **fields)
 
 
+#: A signature of the least that Celery can always send.
+SIGNATURE: Mapping[str, Any] = {"task": "t", "args": [], "kwargs": {}, "options": {}}
+
 #: Options with values at which a worker, or Celery's way to it, fails.
 UNUSABLE_OPTIONS = [
     *(("time_limit", value) for value in ("five", "300", True, -1, [1], {"a": 1})),
@@ -310,8 +352,19 @@ UNUSABLE_OPTIONS = [
     *(("eta", value) for value in (0, False, 5, "", "soon", [], {})),
     *(("expires", value) for value in ("", "60", "soon", [], {}, 1e18)),
     *(("delivery_mode", value) for value in ("x", 1.5, 300, [1], {"a": 1})),
-    *((name, value) for name in ("queue", "exchange", "routing_key") for value in (5, {"a": 1}, ["q"], True)),
+    *(
+        (name, value)
+        for name in ("queue", "exchange", "routing_key", "shadow", "serializer")
+        for value in (5, {"a": 1}, ["q"], True, "half of a pair: \ud800")
+    ),
     *(("stamped_headers", value) for value in (5, "name", [1])),
+    *(("link", value) for value in ("t", ["t"], {}, 5, [None], {"task": "t"}, [{**SIGNATURE, "task": None}])),
+    *(("link", {**SIGNATURE, name: value}) for name in ("args", "kwargs", "options") for value in ("x", 5)),
+    *(("link", {**SIGNATURE, name: None}) for name in ("args", "options")),
+    *(("link", [SIGNATURE, {**SIGNATURE, name: None}]) for name in ("args", "kwargs", "options")),
+    ("link", [SIGNATURE, {**SIGNATURE, "args": None, "immutable": True}]),
+    ("link", {"task": "celery.chain", "subtask_type": "chain", "options": {}}),
+    *(("chain", value) for value in ("t", ["t"], SIGNATURE, [3], [{"task": "t"}], [{"task": "t", "args": []}])),
 ]
 
 
@@ -321,23 +374,31 @@ def test_an_option_that_a_worker_cannot_read_is_refused(app, name, value):
         decode(app, options={name: value})
 
 
+@pytest.mark.parametrize("options", [{"link": [{"task": "t"}]}, {"chain": ["t"]}, {"shadow": 5}], ids=str)
+def test_an_option_of_a_linked_signature_is_checked_as_that_of_the_entry(app, options):
+    with pytest.raises(EntryError, match=r"definition: the option (link|chain|shadow) is .*: use "):
+        decode(app, options={"link": {**SIGNATURE, "options": options}})
+
+
 @pytest.mark.parametrize("option", ["link", "link_error", "chain", "chord"])
 @pytest.mark.parametrize(
     "wrap",
     [
-        lambda bad: bad,
-        lambda bad: [{"task": "t"}, bad],
-        lambda bad: {"task": "t", "options": {"link": [bad]}},
-        lambda bad: {"task": "celery.group", "subtask_type": "group", "kwargs": {"tasks": [bad]}},
-        lambda bad: {"task": "celery.chord", "subtask_type": "chord", "kwargs": {"header": [], "body": bad}},
+        lambda bad: [bad],
+        lambda bad: [SIGNATURE, bad],
+        lambda bad: [{**SIGNATURE, "options": {"link": [bad]}}],
+        lambda bad: [{"task": "celery.group", "subtask_type": "group", "kwargs": {"tasks": [bad]}, "options": {}}],
+        lambda bad: [
+            {"task": "celery.chord", "subtask_type": "chord", "kwargs": {"header": [], "body": bad}, "options": {}}
+        ],
     ],
     ids=["itself", "in a list", "nested", "in a group", "as the body of a chord"],
 )
 def test_an_option_of_a_signature_that_a_worker_cannot_read_is_refused(app, option, wrap):
-    decode(app, options={option: wrap({"task": "t", "options": {"time_limit": 5, "eta": None}})})
+    decode(app, options={option: wrap({**SIGNATURE, "options": {"time_limit": 5, "eta": None}})})
 
     with pytest.raises(EntryError, match="the option time_limit is 'five'"):
-        decode(app, options={option: wrap({"task": "t", "options": {"time_limit": "five"}})})
+        decode(app, options={option: wrap({**SIGNATURE, "options": {"time_limit": "five"}})})
 
 
 def test_a_signature_in_the_arguments_of_a_task_of_celery_is_checked_too(app):
@@ -357,8 +418,13 @@ def test_a_signature_in_the_arguments_of_a_task_of_celery_is_checked_too(app):
         {"delivery_mode": 2},
         {"delivery_mode": "transient"},
         {"eta": "2030-01-01T00:00:00+00:00", "expires": "2030-01-02 00:00"},
-        {"link": "the name of a task", "link_error": None, "chain": [3]},
+        {"link": SIGNATURE, "link_error": "the name of a task", "chain": []},
+        {"link": [SIGNATURE, SIGNATURE], "link_error": None, "chain": [SIGNATURE, {**SIGNATURE, "kwargs": None}]},
+        {"link": [{"task": "t", "immutable": True, "options": {}}]},
+        {"link": {"task": "celery.group", "subtask_type": "group", "kwargs": {"tasks": []}, "options": {}}},
         {"queue": "slow", "exchange": "", "routing_key": None, "stamped_headers": ["group"]},
+        {"shadow": "another name", "serializer": "json"},
+        {"shadow": None, "serializer": None},
     ],
     ids=str,
 )

@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from singlebeat import Schedule
+from singlebeat.beat.entries.definition import MOST_NESTED
 from singlebeat.beat.schedule import PROPOSE
 from singlebeat.web.api.description import description
 from singlebeat.web.api.operations import OPERATIONS
@@ -415,13 +416,16 @@ def test_an_entry_that_changes_meanwhile_is_not_deleted(client, schedule, e, mon
     )
 
 
-def test_a_body_that_is_nested_too_deeply_is_refused(client, schedule):
-    body = '{"definition": {"task": "t", "schedule": 1, "kwargs": {"x": ' + "[" * 900 + "]" * 900 + "}}}"
+@pytest.mark.parametrize("depth", [MOST_NESTED, 900])
+def test_a_body_that_is_nested_too_deeply_is_refused(client, schedule, depth):
+    body = '{"definition": {"task": "t", "schedule": 1, "kwargs": {"x": ' + "[" * depth + "]" * depth + "}}}"
     headers = {"Authorization": "Bearer admin", "Content-Type": "application/json"}
 
     answer = client.page.put("/api/entry?name=deep", content=body, headers=headers)
 
     assert answer.status_code == 422
+    assert f"nested too deeply: use at most {MOST_NESTED} arrays and objects" in answer.json()["detail"]
+    assert client("GET", "/entry", name="deep", status=404)
 
 
 def test_a_mask_without_a_version_ends_no_pause(client, schedule, e):

@@ -16,6 +16,7 @@ from celery.schedules import BaseSchedule, schedule
 from ...errors import EntryError
 from ...locks.base import HEADER, RUN_HEADER
 from ..calendar.recurrence import is_known
+from ..keys import check_encodable
 from .code_only import insert_marks, restore_arguments, restore_schedule
 from .options import cause, check_signatures, check_values, scalar, shortened
 from .schedule_json import Decoder, Encoder, decode_schedule
@@ -24,7 +25,15 @@ if TYPE_CHECKING:
     from .code_only import Given
     from .occurrence import Occurrence
 
-__all__ = ("Meta", "check_headers", "decode_definition", "encode_definition", "loads_object", "salvage_fields")
+__all__ = (
+    "Meta",
+    "check_headers",
+    "decode_definition",
+    "encode_definition",
+    "loads_object",
+    "salvage_fields",
+    "why_too_deep",
+)
 
 #: A JSON object, decoded: each value is checked where it is read.
 JsonObject = Mapping[str, object]
@@ -59,6 +68,10 @@ _COMMON_META = re.compile(re.escape(COMMON_META).replace("%d", "([0-9]+)"))
 #: Fields of a definition, of ``meta`` and of ``since`` that hold no arguments of a task: errors may quote their values.
 WITHOUT_ARGUMENTS = frozenset({"schedule", "last_run_at", "since"})
 
+#: Arrays and objects that may be nested in one another. A worker cannot pickle arguments for its processes that are
+#: about twice as deep, and ends.
+MOST_NESTED = 250
+
 #: Unknown fields of a definition that a warning names, at most.
 MOST_IGNORED = 5
 
@@ -73,17 +86,34 @@ def loads_object(text: str, what: str) -> JsonObject:
     """Read a JSON object in RedBeat's format, with its dates and schedules decoded.
 
     Raises:
-        EntryError: the object cannot be decoded; the message begins with ``what``.
+        EntryError: the object cannot be decoded, or is nested too deeply; the message begins with ``what``.
     """
     try:
         raw = _DECODER.decode(text)
     except RecursionError:
-        raise EntryError(f"{what} is nested too deeply") from None
+        raise EntryError(why_too_deep(what)) from None
     except Exception:  # constructors may raise anything: this must not harm other entries
         raise EntryError(f"{what} cannot be read: {_why_unreadable(text)}") from None
     if not isinstance(raw, Mapping):
         raise EntryError(f"{what} is not a JSON object")
+    if text.count("[") + text.count("{") > MOST_NESTED and _is_too_deep(raw):
+        raise EntryError(why_too_deep(what))
     return raw
+
+
+def why_too_deep(what: str) -> str:
+    """Return why JSON with too many arrays and objects in one another is refused."""
+    return f"{what} is nested too deeply: use at most {MOST_NESTED} arrays and objects in one another"
+
+
+def _is_too_deep(value: object) -> bool:
+    level = [value]
+    for _ in range(MOST_NESTED):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [each for values in inner for each in values]
+        if not level:
+            return False
+    return any(isinstance(each, dict | list) for each in level)
 
 
 class _UnreadableError(Exception):
@@ -105,7 +135,7 @@ def _why_unreadable(text: str) -> str:
         said = f"{where} has the __type__ {shortened(found.kind)}, which its other fields do not fit"
         return f"{said}: correct them, or rename __type__"
     except RecursionError:
-        return "it is nested too deeply"
+        return why_too_deep("it")
     except ValueError as no_json:
         return cause(no_json)
     return "it gives a field twice, and the first value cannot be decoded"  # JSON takes the last one
@@ -138,6 +168,7 @@ def encode_definition(fields: Fields, given: Given) -> str:
 
     Raises:
         TypeError, ValueError: a value cannot be stored.
+        RecursionError: a value is nested too deeply.
     """
     # Celery accepts seconds wherever it accepts a timedelta.
     options = {
@@ -189,12 +220,15 @@ def salvage_fields(definition: str, given: Given) -> tuple[dict[str, Any], dict[
             fields[name] = read(value, given)
         except EntryError as exc:
             problems[name] = str(exc)
+        except RecursionError:
+            problems[name] = why_too_deep("definition")
     return fields, problems
 
 
 def _task(value: object, _: Given) -> str:
     if not isinstance(value, str) or not value:
         raise EntryError("definition has no task, or its task is not a string")
+    check_encodable("task", value)
     return value
 
 

@@ -22,7 +22,7 @@ from ..keys import Keys
 from ..server_time import server_now
 from .author import PERMITTED, RECORD, Author
 from .code_only import given_for, has_lazy
-from .definition import Meta, decode_definition, encode_definition, loads_object
+from .definition import Meta, decode_definition, encode_definition, loads_object, why_too_deep
 from .fields import read_fields
 from .options import check_encoding
 from .permission import check_allowed
@@ -264,6 +264,8 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             return encode_definition(definition, given)
         except (TypeError, ValueError) as exc:
             raise EntryError(f"entry {self.name!r} cannot be stored: {exc}") from exc
+        except RecursionError:
+            raise EntryError(f"entry {self.name!r} cannot be stored: {why_too_deep('its definition')}") from None
 
     @classmethod
     def from_key(cls, key: str, app: Celery | None = None) -> Entry:

@@ -1,4 +1,4 @@
-"""The options of an entry's message, and of the signatures in it, that a worker reads as numbers and dates."""
+"""The options of an entry's message, and of the signatures in it, that Celery or a worker cannot use with any value."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kombu.serialization import registry
 
 from ...errors import EntryError
 from ...locks import seconds_until
+from ...locks.key import check_sendable
 from ...log import LONGEST_REASON
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ DELIVERY_MODES = (1, 2, "transient", "persistent")
 
 
 def check_values(options: Options) -> None:
-    """Check the numbers and dates among the options of a call, and of the signatures in these options.
+    """Check the numbers, dates, names and signatures among the options of a call, and in these signatures.
 
     The main process of a worker reads them. Celery's main process ends on some unreadable values.
 
@@ -48,7 +49,7 @@ def check_values(options: Options) -> None:
 
 
 def check_signatures(task: str, kwargs: NamedArguments) -> None:
-    """Check the numbers and dates in signatures that are arguments of Celery's own tasks, such as a chain.
+    """Check the options in signatures that are arguments of Celery's own tasks, such as a chain.
 
     Raises:
         EntryError: an option has a value that Celery cannot use.
@@ -165,12 +166,47 @@ def _is_in_the_calendar(value: str | datetime | float) -> bool:
 
 
 def _is_name(value: object) -> bool:
-    return isinstance(value, str)
+    if not isinstance(value, str):
+        return False
+    check_sendable(value)
+    return True
 
 
 def _are_names(value: object) -> bool:
     return isinstance(value, list | tuple) and all(map(_is_name, value))
 
+
+def _are_links(value: object) -> bool:
+    links = value if isinstance(value, list | tuple) else [value]
+    return all(_is_signature(link, is_alone=len(links) == 1) for link in links)
+
+
+def _is_chain(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(_is_signature(step) for step in value)
+
+
+def _is_signature(value: object, *, is_alone: bool = True) -> bool:
+    """Return whether Celery makes a signature of a value that it can send after a run.
+
+    Celery takes the fields of an object as they are, and replaces only those of a chain, a group and the like. It
+    puts the result before the ``args``, but not if the signature is immutable. It sends several links as a group, for
+    which it copies ``args`` and ``kwargs``.
+    """
+    if not isinstance(value, Mapping) or not _is_name(value.get("task")):
+        return False
+    args, kwargs, options = value.get("args"), value.get("kwargs"), value.get("options")
+    if not isinstance(args, list | tuple | None) or not isinstance(kwargs, Mapping | None):
+        return False
+    if not isinstance(options, Mapping):
+        return False
+    if value.get("subtask_type"):
+        return kwargs is not None
+    needs_args = not (is_alone and value.get("immutable"))
+    return (args is not None or not needs_args) and (kwargs is not None or is_alone)
+
+
+#: What Celery needs of a signature.
+_SIGNATURE = "{task, args, kwargs, options}: the name of a task, an array and two objects"
 
 _CHECKS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "time_limit": (_is_limit, "a number of seconds, 0 or more"),
@@ -179,6 +215,8 @@ _CHECKS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "eta": (_is_moment, "an ISO 8601 date"),
     "expires": (lambda value: _is_wait(value) or _is_moment(value), "a number of seconds or an ISO 8601 date"),
     "delivery_mode": (lambda value: value in DELIVERY_MODES, "one of 1, 2, transient, persistent"),
-    **dict.fromkeys(("queue", "exchange", "routing_key"), (_is_name, "a name")),
+    **dict.fromkeys(("queue", "exchange", "routing_key", "shadow", "serializer"), (_is_name, "a name")),
+    "link": (_are_links, f"signatures, each as {_SIGNATURE}"),
+    "chain": (_is_chain, f"an array of signatures, each as {_SIGNATURE}"),
     "stamped_headers": (_are_names, "a list of names"),
 }

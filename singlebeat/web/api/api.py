@@ -8,6 +8,7 @@ from dataclasses import asdict, is_dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from ...beat.entries.definition import why_too_deep
 from ...connections import RedisError
 from ...errors import SinglebeatError
 from ..exchange import PageReply
@@ -50,7 +51,7 @@ class Api:
             status = 412 if exc.is_condition else 409
             return _problem(status, "Another process was faster", str(exc), differences=[*exc.differences])
         except RecursionError:
-            return _problem(422, "That cannot be done", "the body is nested too deeply")
+            return _problem(422, "That cannot be done", why_too_deep("the body"))
         except (SinglebeatError, ValueError, RedisError) as exc:
             return _problem(*problem_of(self.board.app, exc))
 
