@@ -53,6 +53,7 @@ class Delivery:
     others: Mapping[str, Reader]
     silent: Collection[str] = ()  #: the workers that seem to live and do not answer; they may read the queue
     messages: int = 0  #: that wait in the queue, if no worker reads it; 0 if unknown
+    other_apps: Sequence[str] = ()  #: the other apps with entries or a leader in the schedule: it may be their queue
 
     @classmethod
     def of(cls, queue: str, workers: Mapping[str, Reader], silent: Collection[str] = ()) -> Delivery:
@@ -73,10 +74,23 @@ class Delivery:
     def way_out(self) -> str:
         """The number of messages in a queue that no worker reads, and the advice about them."""
         number = f"{self.messages} message{'s wait' if self.messages > 1 else ' waits'} there: " * bool(self.messages)
+        if self.other_apps:
+            return f"{number}{self.left_alone}"
         return (
-            f"{number}start a worker with -Q {self.queue}, or delete all messages there if they are not wanted (celery "
-            f"purge -Q {self.queue}). Beat frees a lock then when another run or call meets it, "
-            "celery singlebeat unlock --stale frees all"
+            f"{number}start a worker with -Q {self.queue}. Or delete all messages there, those of other "
+            f"entries, calls and apps, too, if none of them is wanted (celery purge -Q {self.queue}). Beat frees a "
+            "lock then when another run or call meets it, celery singlebeat unlock --stale frees all"
+        )
+
+    @property
+    def left_alone(self) -> str:
+        """That the queue may be of another app, and what to do; only if there are other apps."""
+        apps, is_one = listed(self.other_apps), len(self.other_apps) == 1
+        return (
+            f"the queue may be of app{'' if is_one else 's'} {apps}, which {'shares' if is_one else 'share'} this "
+            "schedule. A worker of this app drops the messages of another app, so start none there, and delete nothing, "
+            "unless you know that the queue has only messages of this app. First give each app a prefix of its own "
+            "(redbeat_key_prefix; and singleton_key_prefix, if they share the server of the locks)"
         )
 
     def without(self, task: str) -> str:

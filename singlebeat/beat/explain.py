@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ..overlap import Overlap
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, RESULT_NOT_STORED
 from .calendar.words import span
+from .delivery import listed
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
 from .silence import NOT_RECORDED, expiry_of
@@ -115,6 +116,7 @@ class Facts:
     wrong_clocks: Sequence[str] = ()  #: sentences about workers whose clocks differ from the server's
     holder_end: End | None = None  #: how the run ended that kept the last run from being sent
     paused_by: str = ""  #: who has paused it, and when, as far as that is recorded
+    other_apps: Sequence[str] = ()  #: the apps that have installed it, if this app has not; none if no app has
 
 
 def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
@@ -168,7 +170,13 @@ def _whose(facts: Facts, refused: str) -> str:
 
 
 def _leadership(facts: Facts) -> Iterator[str]:
-    """Say what keeps beat from sending runs in time, or that a beat of RedBeat leads."""
+    """Say what keeps beat from sending runs in time, or that a beat of RedBeat or another app is concerned."""
+    if facts.other_apps:
+        yield (
+            f"It is an entry of app {listed(facts.other_apps)}, not of {facts.state.app}. Leave it and its queue to "
+            "that app: workers of this app drop its messages. Give each app a prefix of its own (redbeat_key_prefix; "
+            "and singleton_key_prefix, if they share the server of the locks)."
+        )
     if facts.state.sent_elsewhere:
         yield f"{_sentence(facts.state.sent_elsewhere)}."
     for text in facts.state.other_brokers():
@@ -488,8 +496,8 @@ def _task(facts: Facts, entry: Entry) -> Iterator[str]:
         near = difflib.get_close_matches(entry.task, known, n=1)
         yield (
             f"No worker that answers knows the task {entry.task}: a worker that gets the message drops it. "
-            + (f"Did you mean {near[0]}? " if near else "")
-            + "Correct the name in the entry, or start a worker that has the task."
+            + (f"Did you mean {near[0]}? " if near and not facts.other_apps else "")
+            + ("" if facts.other_apps else "Correct the name in the entry, or start a worker that has the task.")
         )
     elif facts.delivery is not None:
         yield from _delivery(facts, facts.delivery, entry)
@@ -501,7 +509,8 @@ def _delivery(facts: Facts, delivery: Delivery, entry: Entry) -> Iterator[str]:
         return  # it is said of the message that waits
     if delivery.unread:
         hint = f"start a worker with -Q {delivery.queue}, or correct the queue of the entry, or task_routes"
-        yield f"{_sentence(delivery.unread)}: messages wait there. To correct it: {hint}."
+        to_do = "" if facts.other_apps else f" To correct it: {hint}."
+        yield f"{_sentence(delivery.unread)}: messages wait there.{to_do}"
     elif wrong := delivery.without(entry.task):
         yield f"{_sentence(wrong)}. Let one worker have both."
     elif delivery.full and _may_wait(facts):

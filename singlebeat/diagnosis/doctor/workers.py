@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -78,6 +79,8 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
     for entry in schedule.usable:
         if entry.task not in known:
             text = f"no worker that answers knows its task {entry.task}: a worker that gets the message drops it"
+            if apps := schedule.foreign.get(entry.name):
+                text += f". It is an entry of app {listed(apps)}: leave it to that app"
             yield Finding("problem", f"entry {entry.name}", text)
 
 
@@ -91,10 +94,13 @@ def _queues(app: Celery, schedule: Read, workers: Workers) -> Iterator[Finding]:
     for queue, senders in by_queue.items():
         delivery = Delivery.of(queue, workers.readers, silent)
         if delivery.unread:
+            advice = f"Start a worker with -Q {queue}, or correct the queue of the entries, or task_routes"
+            if apps := sorted({other for entry in senders for other in schedule.foreign.get(entry.name, ())}):
+                left_alone = replace(delivery, other_apps=apps).left_alone
+                advice = f"{left_alone[0].upper()}{left_alone[1:]}"
             text = (
                 f"{delivery.unread}: the runs of {listed(sorted(entry.name for entry in senders))} wait there. "
-                f"{waiting_in(schedule, queue)}Start a worker with -Q {queue}, or correct the queue of the entries, or "
-                "task_routes"
+                f"{waiting_in(schedule, queue)}{advice}"
             )
             yield Finding("warning" if silent else "problem", f"queue {queue}", text)
         for entry in senders:
