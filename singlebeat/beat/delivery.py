@@ -89,8 +89,8 @@ class Delivery:
         return (
             f"the queue may be of app{'' if is_one else 's'} {apps}, which {'shares' if is_one else 'share'} this "
             "schedule. A worker of this app drops the messages of another app, so start none there, and delete "
-            "nothing, unless you know that the queue has only messages of this app. First give each app a prefix of its "
-            "own (redbeat_key_prefix; and singleton_key_prefix, if they share the server of the locks)"
+            "nothing, unless you know that the queue has only messages of this app. First give each app a prefix of "
+            "its own (redbeat_key_prefix; and singleton_key_prefix, if they share the server of the locks)"
         )
 
     def without(self, task: str) -> str:

@@ -324,17 +324,7 @@ def _blocking_call(record: Record) -> str:
 def _end(facts: Facts, record: Record) -> Iterator[str]:
     end = record.end
     if end is not None:
-        took = f" after {end.duration:.1f} s" if end.duration is not None else ""
-        why = f": {end.reason}" if end.reason else ""
-        if end.outcome in {MESSAGE_LOST, RAN_ELSEWHERE}:
-            what = "Its message was lost" if end.outcome == MESSAGE_LOST else "Its worker left its lock behind"
-            yield f"{what}, and beat freed its lock{_recorded_at(facts, record, end.at)}{why}."
-            return
-        at = f"{_recorded_at(facts, record, end.at)}{took} on {end.worker}"
-        if end.outcome == RESULT_NOT_STORED:
-            yield f"Its body ended{at} without an error, but the result backend did not store its result{why}."
-        else:
-            yield f"It ended{at}, {end.outcome}{why}."
+        yield _ended(end, _recorded_at(facts, record, end.at))
         yield from _about(facts, end.outcome)
     elif facts.running is not None and record.task_id in facts.running:
         yield f"It runs now, on {facts.running[record.task_id]}."
@@ -356,6 +346,23 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
             f"{_sentence(facts.results_away)}. A worker waits for it after the body of each task, and the error of a "
             "run that fails meanwhile may be that of the backend."
         )
+
+
+def _ended(end: End, at: str) -> str:
+    """Return how a run has ended, as a sentence.
+
+    Args:
+        at: when that was recorded, with a space before it; empty if the time is wrong.
+    """
+    why = f": {end.reason}" if end.reason else ""
+    if end.outcome in {MESSAGE_LOST, RAN_ELSEWHERE}:
+        what = "Its message was lost" if end.outcome == MESSAGE_LOST else "Its worker left its lock behind"
+        return f"{what}, and beat freed its lock{at}{why}."
+    took = f" after {end.duration:.1f} s" if end.duration is not None else ""
+    where = f"{at}{took} on {end.worker}" if end.worker else f"{at}{took}"
+    if end.outcome == RESULT_NOT_STORED:
+        return f"Its body ended{where} without an error, but the result backend did not store its result{why}."
+    return f"It ended{where}, {end.outcome}{why}."
 
 
 def _why_no_end(facts: Facts, record: Record) -> str:
@@ -429,8 +436,7 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
         yield f"Whether task {task_id} holds a lock is not known: {facts.locks_away}."
     elif lock is None:
         end = facts.holder_end
-        how = "" if end is None else f" It ended at {_moment(end.at)} on {end.worker}, {end.outcome}"
-        how += f": {end.reason}." if end is not None and end.reason else "." * bool(how)
+        how = "" if end is None else f" {_ended(end, f' at {_moment(end.at)}')}"
         yield f"Task {task_id} does not hold the lock any more, so the next run need not wait for it.{how}"
     elif lock.state == "queued":
         yield from _queued(facts, task_id)

@@ -71,7 +71,24 @@ def test_the_end_of_the_run_that_was_in_the_way_is_told():
     text = said(skip, holder_end=end)
 
     assert "does not hold the lock any more" in text
-    assert "It ended at 2026-12-01 12:00:00Z on w1, worker_lost: signal 9." in text
+    assert "It ended at 2026-12-01 12:00:00Z after 1.0 s on w1, worker_lost: signal 9." in text
+
+
+def test_a_run_elsewhere_is_not_said_to_have_ended_when_beat_noticed_it():
+    """No worker has recorded that end: the time is that of the record, and no worker is known."""
+    end = End("ran_elsewhere", "it ended with SUCCESS", "", None, "", NOON)
+    skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
+
+    text = said(skip, holder_end=end)
+
+    assert (
+        "need not wait for it. Its worker left its lock behind, and beat freed its lock at 2026-12-01 12:00:00Z" in text
+    )
+    assert "Z: it ended with SUCCESS." in text
+    assert " on ," not in text
+    nameless = replace(end, outcome="revoked")
+    assert "It ended at 2026-12-01 12:00:00Z, revoked: it ended" in said(skip, holder_end=nameless)
+    assert "It ended at 2026-12-01 12:00:00Z, revoked: it ended" in said(record(NOON, end=nameless))
 
 
 def test_times_that_the_servers_clock_cannot_have_shown_are_left_out():
