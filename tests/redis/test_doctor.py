@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import time
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from celery.schedules import schedule
 from click import unstyle
 
-from singlebeat import Schedule, clocked
+from singlebeat import Schedule, Singleton, clocked
 from singlebeat.beat.delivery import Busy, Reader
 from singlebeat.beat.keys import LEASE_KEYS, OWN_KEYS
 from singlebeat.beat.lost_messages import living_workers
@@ -322,6 +323,26 @@ def test_a_lock_whose_message_no_worker_reads_names_its_queue(findings, cli, ben
     assert f"n{unread}. {advice}" in cli("unlock", task_id, code=1).output
     bench.put(task=SINGLE, options={"queue": "billing"})
     assert "The queue has 3 messages. Start a worker with -Q billing" in str(findings("queue billing"))
+
+
+def test_doctor_names_all_entries_whose_locks_a_plain_worker_leaves(findings, bench, monkeypatch):
+    """A worker without singlebeat frees the lock of no task, whether that is a Singleton elsewhere or not."""
+    backend_of(bench.app).announce("w1@vm", ttl=60)
+    bench.put("plain")
+    bench.put("once", task=SINGLE)
+    bench.app.task(answering, base=Singleton, name="alone", lock="while_executing", shared=False)
+    bench.put("in its run", task="alone")
+    bench.put("beside", task=SINGLE, overlap="allow_all")
+    bench.put("mailed", task=SINGLE, options={"queue": "mail"})
+    reader = Reader(frozenset({"celery"}), frozenset({SINGLE}), 1, ())
+    asked = replace(answering(old=reader, w1=reader), versions={"old": "", "w1": "1"})
+    monkeypatch.setattr(Workers, "ask", lambda _: asked)
+
+    ((level, text),) = findings("workers without singlebeat", app=bench.app)
+
+    assert level == "problem"
+    assert "When such a worker runs a task whose lock beat has acquired, it leaves that lock as it is" in text
+    assert "That concerns the entries whose queues it reads: once, plain." in text
 
 
 @pytest.mark.parametrize("check", ["warn", "ignore"])
