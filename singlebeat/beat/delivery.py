@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
     from .entries.entry import Entry
 
-__all__ = ("Busy", "Delivery", "Reader", "queue_of")
+__all__ = ("PREFETCH", "Busy", "Delivery", "Reader", "queue_of")
+
+#: What keeps messages away from workers that have no free slot, in words.
+PREFETCH = (
+    "With worker_prefetch_multiplier = 1 a worker receives fewer messages ahead, and with worker_disable_prefetch "
+    "(Celery 5.6, Redis as the broker) none"
+)
 
 #: How many names a sentence lists.
 NAMED = 5
@@ -115,16 +121,20 @@ class Delivery:
     @property
     def full(self) -> str:
         """A sentence that all slots of the readers are busy, and with which tasks; empty if not, or if unknown."""
+        return self._full(f"the workers that read queue {self.queue}")
+
+    def full_at(self, worker: str) -> str:
+        """Return the same sentence about one worker that answers; empty also if that worker does not answer."""
+        found = {**self.readers, **self.others}.get(worker)
+        return replace(self, readers={worker: found})._full(f"worker {worker}") if found is not None else ""
+
+    def _full(self, whose: str) -> str:
         if (since := self.full_since) is None:
             return ""
         tasks = Counter(run.task for worker in self.readers.values() for run in worker.busy)
         with_what = listed([f"{task} ({count})" if count > 1 else task for task, count in tasks.most_common()])
-        which = f"all {self._slots} slots" if self._slots > 1 else "the only slot"
-        verb = "are" if self._slots > 1 else "is"
-        return (
-            f"{which} of the workers that read queue {self.queue} {verb} busy with {with_what}, "
-            f"since {since:%Y-%m-%d %H:%M:%SZ}"
-        )
+        which, verb = (f"all {self._slots} slots", "are") if self._slots > 1 else ("the only slot", "is")
+        return f"{which} of {whose} {verb} busy with {with_what}, since {since:%Y-%m-%d %H:%M:%SZ}"
 
     @property
     def _slots(self) -> int:

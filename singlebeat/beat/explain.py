@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..overlap import Overlap
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, RESULT_NOT_STORED
 from .calendar.words import span
-from .delivery import listed
+from .delivery import PREFETCH, listed
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
 from .silence import NOT_RECORDED, expiry_of
@@ -483,6 +483,9 @@ def _queued(facts: Facts, task_id: str) -> Iterator[str]:
         yield f"Task {task_id} has not started, and nothing more is known about its message."
         return
     yield f"{_sentence(str(found))}."
+    is_held = bool(found.lock.worker) and not found.outcome and not found.lock.delay
+    if is_held and facts.found_in is not None and (full := facts.found_in.full_at(found.lock.worker)):
+        yield f"{_sentence(full)}: the message waits there, though other workers may be free. {PREFETCH}."
     if facts.found_in is not None and facts.found_in.unread and not found.outcome:
         yield f"{_sentence(facts.found_in.unread)}. {_sentence(facts.found_in.way_out)}."
     if found.in_doubt:

@@ -189,6 +189,33 @@ def test_a_queue_that_no_worker_reads_is_explained_once():
     assert text.count("o worker that answers reads queue celery") == 1
 
 
+def test_a_message_at_a_busy_worker_is_said_to_wait_for_that_worker():
+    """Others that read the queue may be free: they never get it."""
+    busy = Reader(frozenset({"celery"}), frozenset({"t"}), 1, [Busy("slow", "y", NOON)])
+    free = Reader(frozenset({"celery"}), frozenset({"t"}), 1, [])
+    found = Found(
+        Waiting(Ref("k", "x"), "t", 0.0, 60.0, 3600.0, True, "celery", "", "e", 0.0, "w1@h", 7.0),
+        "",
+        "worker w1@h has its message, and renewed the lock 7 s ago",
+    )
+    skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
+    about = {"locks": {"x": HeldLock("k", "x", "queued", 3600.0, 30.0)}, "found": found}
+
+    def among(**workers: Reader) -> str:
+        return said(
+            skip, **about, found_in=Delivery.of("celery", {f"{name}@h": each for name, each in workers.items()})
+        )
+
+    behind = (
+        "The only slot of worker w1@h is busy with slow, since 2026-12-01 12:00:00Z: the message waits there, though "
+        "other workers may be free. With worker_prefetch_multiplier = 1 a worker receives fewer messages ahead"
+    )
+    assert behind in among(w1=busy, w2=free)
+    assert "the message waits there" not in among(w1=free, w2=busy)
+    about["found"] = found._replace(lock=replace(found.lock, delay=60.0))
+    assert "the message waits there" not in among(w1=busy, w2=free), "it waits for its time, too"
+
+
 def test_a_run_that_code_of_the_app_has_sent_has_no_known_end():
     text = said(record(NOON, reason="its task's own apply_async sent it as task x"))
 

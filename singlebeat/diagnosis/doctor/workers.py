@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ... import __version__
-from ...beat.delivery import Delivery, listed, queue_of
+from ...beat.delivery import PREFETCH, Delivery, listed, queue_of
 from ...beat.entries.statics import owner_of
 from ...beat.server_time import DIFFERS_FROM, UNFIT_FROM
 from ...beat.status import counted
@@ -110,7 +110,10 @@ def _queues(app: Celery, schedule: Read, workers: Workers) -> Iterator[Finding]:
                 text = f"{wrong}. Let one worker read the queue and know the task"
                 yield Finding("problem", f"entry {entry.name}", text)
         if (since := delivery.full_since) is not None and (now - since).total_seconds() > BUSY_FOR:
-            advice = "Start more workers, or make these tasks shorter"
+            advice = (
+                "Start more workers, or make these tasks shorter. Messages that a busy worker has already received "
+                f"stay with it. {PREFETCH}"
+            )
             if schedule.results:
                 advice = f"The result backend may be the cause, because it {schedule.results}: fix that first"
             text = f"{delivery.full}: other messages wait. {advice}"
