@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..overlap import Overlap
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, RESULT_NOT_STORED
+from .calendar.clocked import comes_once
 from .calendar.words import span
 from .delivery import PREFETCH, listed
 from .entries.policy import EntryPolicy
@@ -264,7 +265,8 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
             if record.decision == "buffered":
                 yield f"It met an equal call and had to wait for its turn: it {record.reason}."
             if record.kind == "catch_up":
-                yield "It was sent late, and stands for all times that passed before it."
+                is_only = facts.entry is not None and comes_once(facts.entry.schedule)
+                yield f"It was sent late{'' if is_only else ', and stands for all times that passed before it'}."
             yield from _end(facts, record)
         case "skipped_overlap":
             yield f"The run for {when} was skipped: {_blocking_call(record)} was not over ({record.reason})."

@@ -9,7 +9,7 @@ from typing import Any
 from celery import Celery
 from celery.schedules import schedule
 
-from singlebeat import Entry
+from singlebeat import Entry, clocked
 from singlebeat.beat.delivery import Busy, Delivery, Reader
 from singlebeat.beat.entries.definition import Meta
 from singlebeat.beat.entries.occurrence import Occurrence
@@ -214,6 +214,15 @@ def test_a_message_at_a_busy_worker_is_said_to_wait_for_that_worker():
     assert "the message waits there" not in among(w1=free, w2=busy)
     about["found"] = found._replace(lock=replace(found.lock, delay=60.0))
     assert "the message waits there" not in among(w1=busy, w2=free), "it waits for its time, too"
+
+
+def test_a_late_run_of_a_schedule_with_one_time_stands_for_no_other():
+    late = record(NOON, kind="catch_up", end=End("success", "", "", 1.0, "w1", NOON))
+    once = Entry("e", "t", clocked(NOON), app=app)
+
+    assert "It was sent late.\n" in said(late, entry=once)
+    assert "stands for" not in said(late, entry=once)
+    assert "It was sent late, and stands for all times that passed before it." in said(late)
 
 
 def test_a_run_that_code_of_the_app_has_sent_has_no_known_end():
