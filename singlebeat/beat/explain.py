@@ -467,9 +467,9 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
     elif facts.running is not None:
         yield (
             f"Task {task_id} runs, as far as is known: its lock was renewed {lock.last_renewed}, so its worker lived "
-            "then. That worker does not answer: it shuts down and ends its last tasks, is too busy, or has died since "
-            "then. "
-            f"If it has died, the lock ends by itself within {lock.lease:.0f} s."
+            "then. That worker did not answer in time: it or its host is busy, it shuts down and ends its last tasks, "
+            "or it has died since then. Ask again to know more. If it has died, the lock ends by itself within "
+            f"{lock.lease:.0f} s."
         )
     else:
         yield (

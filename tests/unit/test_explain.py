@@ -121,6 +121,19 @@ def test_a_lock_renewed_before_the_clock_was_set_back_is_no_proof_of_life():
     assert "ends by itself within 30 s of the next call that meets it" in text
 
 
+def test_a_worker_that_did_not_answer_once_is_not_said_to_be_gone():
+    """The answers have a second, which a busy machine may need."""
+    skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
+
+    text = said(skip, locks={"x": HeldLock("k", "x", "running", 29.0, 30.0, worker="w1@h")})
+
+    assert (
+        "its lock was renewed 1 s ago by w1@h, so its worker lived then. That worker did not answer in time: " in text
+    )
+    assert "it or its host is busy" in text
+    assert "Ask again to know more. If it has died, the lock ends by itself within 30 s." in text
+
+
 def test_a_lock_left_by_a_run_that_ended_names_no_dead_worker():
     end = End("success", "", "", 12.0, "w1", NOON)
     skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
