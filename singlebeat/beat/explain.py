@@ -485,9 +485,10 @@ def _queued(facts: Facts, task_id: str) -> Iterator[str]:
         yield f"Task {task_id} has not started, and nothing more is known about its message."
         return
     yield f"{_sentence(str(found))}."
-    is_held = bool(found.lock.worker) and not found.outcome and not found.lock.delay
-    if is_held and facts.found_in is not None and (full := facts.found_in.full_at(found.lock.worker)):
-        yield f"{_sentence(full)}: the message waits there, though other workers may be free. {PREFETCH}."
+    if full := _full_holder(facts):
+        others = facts.found_in.readers.keys() - {found.lock.worker} if facts.found_in is not None else ()
+        though = f", though other workers may be free. {PREFETCH}" if others else ""
+        yield f"{_sentence(full)}: the message waits there{though}."
     if facts.found_in is not None and facts.found_in.unread and not found.outcome:
         yield f"{_sentence(facts.found_in.unread)}. {_sentence(facts.found_in.way_out)}."
     if found.in_doubt:
@@ -499,17 +500,24 @@ def _queued(facts: Facts, task_id: str) -> Iterator[str]:
         )
 
 
+def _full_holder(facts: Facts) -> str:
+    """Return that the worker which has received the message of the lock has no free slot; empty if it may have one."""
+    found = facts.found
+    if found is None or facts.found_in is None or not found.lock.worker or found.outcome or found.lock.delay:
+        return ""
+    return facts.found_in.full_at(found.lock.worker)
+
+
 def _task(facts: Facts, entry: Entry) -> Iterator[str]:
     known = facts.known_tasks
     if known == frozenset():
         yield "No worker answers."
     elif known is not None and entry.task not in known:
         near = difflib.get_close_matches(entry.task, known, n=1)
-        yield (
-            f"No worker that answers knows the task {entry.task}: a worker that gets the message drops it. "
-            + (f"Did you mean {near[0]}? " if near and not facts.other_apps else "")
-            + ("" if facts.other_apps else "Correct the name in the entry, or start a worker that has the task.")
-        )
+        unknown = f"No worker that answers knows the task {entry.task}: a worker that gets the message drops it."
+        hint = f" Did you mean {near[0]}?" if near else ""
+        hint += " Correct the name in the entry, or start a worker that has the task."
+        yield unknown if facts.other_apps else f"{unknown}{hint}"
     elif facts.delivery is not None:
         yield from _delivery(facts, facts.delivery, entry)
 
@@ -524,7 +532,7 @@ def _delivery(facts: Facts, delivery: Delivery, entry: Entry) -> Iterator[str]:
         yield f"{_sentence(delivery.unread)}: messages wait there.{to_do}"
     elif wrong := delivery.without(entry.task):
         yield f"{_sentence(wrong)}. Let one worker have both."
-    elif delivery.full and _may_wait(facts):
+    elif delivery.full and _may_wait(facts) and not _full_holder(facts):
         yield f"{_sentence(delivery.full)}: a message there waits until one of them has ended."
 
 

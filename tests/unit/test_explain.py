@@ -215,15 +215,17 @@ def test_a_message_at_a_busy_worker_is_said_to_wait_for_that_worker():
     about = {"locks": {"x": HeldLock("k", "x", "queued", 3600.0, 30.0)}, "found": found}
 
     def among(**workers: Reader) -> str:
-        return said(
-            skip, **about, found_in=Delivery.of("celery", {f"{name}@h": each for name, each in workers.items()})
-        )
+        delivery = Delivery.of("celery", {f"{name}@h": each for name, each in workers.items()})
+        return said(skip, **about, found_in=delivery, delivery=delivery)
 
     behind = (
         "The only slot of worker w1@h is busy with slow, since 2026-12-01 12:00:00Z: the message waits there, though "
         "other workers may be free. With worker_prefetch_multiplier = 1 a worker receives fewer messages ahead"
     )
     assert behind in among(w1=busy, w2=free)
+    alone = among(w1=busy)
+    assert "since 2026-12-01 12:00:00Z: the message waits there.\n" in alone
+    assert alone.count("is busy with slow") == 1
     assert "the message waits there" not in among(w1=free, w2=busy)
     about["found"] = found._replace(lock=replace(found.lock, delay=60.0))
     assert "the message waits there" not in among(w1=busy, w2=free), "it waits for its time, too"
