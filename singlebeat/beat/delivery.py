@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
     from .entries.entry import Entry
 
-__all__ = ("Busy", "Delivery", "Reader", "queue_of")
+__all__ = ("PREFETCH", "Busy", "Delivery", "Reader", "queue_of")
+
+#: What keeps messages away from workers that have no free slot, in words.
+PREFETCH = (
+    "With worker_prefetch_multiplier = 1 a worker receives fewer messages ahead, and with worker_disable_prefetch "
+    "(Celery 5.6, Redis as the broker) none"
+)
 
 #: How many names a sentence lists.
 NAMED = 5
@@ -53,6 +59,7 @@ class Delivery:
     others: Mapping[str, Reader]
     silent: Collection[str] = ()  #: the workers that seem to live and do not answer; they may read the queue
     messages: int = 0  #: that wait in the queue, if no worker reads it; 0 if unknown
+    other_apps: Sequence[str] = ()  #: the other apps with entries or a leader in the schedule: it may be their queue
 
     @classmethod
     def of(cls, queue: str, workers: Mapping[str, Reader], silent: Collection[str] = ()) -> Delivery:
@@ -73,10 +80,23 @@ class Delivery:
     def way_out(self) -> str:
         """The number of messages in a queue that no worker reads, and the advice about them."""
         number = f"{self.messages} message{'s wait' if self.messages > 1 else ' waits'} there: " * bool(self.messages)
+        if self.other_apps:
+            return f"{number}{self.left_alone}"
         return (
-            f"{number}start a worker with -Q {self.queue}, or delete all messages there if they are not wanted (celery "
-            f"purge -Q {self.queue}). Beat frees a lock then when another run or call meets it, "
-            "celery singlebeat unlock --stale frees all"
+            f"{number}start a worker with -Q {self.queue}. Or delete all messages there, those of other "
+            f"entries, calls and apps, too, if none of them is wanted (celery purge -Q {self.queue}). Beat frees a "
+            "lock then when another run or call meets it, celery singlebeat unlock --stale frees all"
+        )
+
+    @property
+    def left_alone(self) -> str:
+        """That the queue may be of another app, and what to do; only if there are other apps."""
+        apps, is_one = listed(self.other_apps), len(self.other_apps) == 1
+        return (
+            f"the queue may be of app{'' if is_one else 's'} {apps}, which {'shares' if is_one else 'share'} this "
+            "schedule. A worker of this app drops the messages of another app, so start none there, and delete "
+            "nothing, unless you know that the queue has only messages of this app. First give each app a prefix of "
+            "its own (redbeat_key_prefix; and singleton_key_prefix, if they share the server of the locks)"
         )
 
     def without(self, task: str) -> str:
@@ -101,16 +121,20 @@ class Delivery:
     @property
     def full(self) -> str:
         """A sentence that all slots of the readers are busy, and with which tasks; empty if not, or if unknown."""
+        return self._full(f"the workers that read queue {self.queue}")
+
+    def full_at(self, worker: str) -> str:
+        """Return the same sentence about one worker that answers; empty also if that worker does not answer."""
+        found = {**self.readers, **self.others}.get(worker)
+        return replace(self, readers={worker: found})._full(f"worker {worker}") if found is not None else ""
+
+    def _full(self, whose: str) -> str:
         if (since := self.full_since) is None:
             return ""
         tasks = Counter(run.task for worker in self.readers.values() for run in worker.busy)
         with_what = listed([f"{task} ({count})" if count > 1 else task for task, count in tasks.most_common()])
-        which = f"all {self._slots} slots" if self._slots > 1 else "the only slot"
-        verb = "are" if self._slots > 1 else "is"
-        return (
-            f"{which} of the workers that read queue {self.queue} {verb} busy with {with_what}, "
-            f"since {since:%Y-%m-%d %H:%M:%SZ}"
-        )
+        which, verb = (f"all {self._slots} slots", "are") if self._slots > 1 else ("the only slot", "is")
+        return f"{which} of {whose} {verb} busy with {with_what}, since {since:%Y-%m-%d %H:%M:%SZ}"
 
     @property
     def _slots(self) -> int:

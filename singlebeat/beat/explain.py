@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 from ..overlap import Overlap
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, RESULT_NOT_STORED
+from .calendar.clocked import comes_once
 from .calendar.words import span
+from .delivery import PREFETCH, listed
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
 from .silence import NOT_RECORDED, expiry_of
@@ -115,6 +117,7 @@ class Facts:
     wrong_clocks: Sequence[str] = ()  #: sentences about workers whose clocks differ from the server's
     holder_end: End | None = None  #: how the run ended that kept the last run from being sent
     paused_by: str = ""  #: who has paused it, and when, as far as that is recorded
+    other_apps: Sequence[str] = ()  #: the apps that have installed it, if this app has not; none if no app has
 
 
 def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
@@ -168,7 +171,13 @@ def _whose(facts: Facts, refused: str) -> str:
 
 
 def _leadership(facts: Facts) -> Iterator[str]:
-    """Say what keeps beat from sending runs in time, or that a beat of RedBeat leads."""
+    """Say what keeps beat from sending runs in time, or that a beat of RedBeat or another app is concerned."""
+    if facts.other_apps:
+        yield (
+            f"It is an entry of app {listed(facts.other_apps)}, not of {facts.state.app}. Leave it and its queue to "
+            "that app: workers of this app drop its messages. Give each app a prefix of its own (redbeat_key_prefix; "
+            "and singleton_key_prefix, if they share the server of the locks)."
+        )
     if facts.state.sent_elsewhere:
         yield f"{_sentence(facts.state.sent_elsewhere)}."
     for text in facts.state.other_brokers():
@@ -256,7 +265,8 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
             if record.decision == "buffered":
                 yield f"It met an equal call and had to wait for its turn: it {record.reason}."
             if record.kind == "catch_up":
-                yield "It was sent late, and stands for all times that passed before it."
+                is_only = facts.entry is not None and comes_once(facts.entry.schedule)
+                yield f"It was sent late{'' if is_only else ', and stands for all times that passed before it'}."
             yield from _end(facts, record)
         case "skipped_overlap":
             yield f"The run for {when} was skipped: {_blocking_call(record)} was not over ({record.reason})."
@@ -316,17 +326,7 @@ def _blocking_call(record: Record) -> str:
 def _end(facts: Facts, record: Record) -> Iterator[str]:
     end = record.end
     if end is not None:
-        took = f" after {end.duration:.1f} s" if end.duration is not None else ""
-        why = f": {end.reason}" if end.reason else ""
-        if end.outcome in {MESSAGE_LOST, RAN_ELSEWHERE}:
-            what = "Its message was lost" if end.outcome == MESSAGE_LOST else "Its worker left its lock behind"
-            yield f"{what}, and beat freed its lock{_recorded_at(facts, record, end.at)}{why}."
-            return
-        at = f"{_recorded_at(facts, record, end.at)}{took} on {end.worker}"
-        if end.outcome == RESULT_NOT_STORED:
-            yield f"Its body ended{at} without an error, but the result backend did not store its result{why}."
-        else:
-            yield f"It ended{at}, {end.outcome}{why}."
+        yield _ended(end, _recorded_at(facts, record, end.at))
         yield from _about(facts, end.outcome)
     elif facts.running is not None and record.task_id in facts.running:
         yield f"It runs now, on {facts.running[record.task_id]}."
@@ -348,6 +348,23 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
             f"{_sentence(facts.results_away)}. A worker waits for it after the body of each task, and the error of a "
             "run that fails meanwhile may be that of the backend."
         )
+
+
+def _ended(end: End, at: str) -> str:
+    """Return how a run has ended, as a sentence.
+
+    Args:
+        at: when that was recorded, with a space before it; empty if the time is wrong.
+    """
+    why = f": {end.reason}" if end.reason else ""
+    if end.outcome in {MESSAGE_LOST, RAN_ELSEWHERE}:
+        what = "Its message was lost" if end.outcome == MESSAGE_LOST else "Its worker left its lock behind"
+        return f"{what}, and beat freed its lock{at}{why}."
+    took = f" after {end.duration:.1f} s" if end.duration is not None else ""
+    where = f"{at}{took} on {end.worker}" if end.worker else f"{at}{took}"
+    if end.outcome == RESULT_NOT_STORED:
+        return f"Its body ended{where} without an error, but the result backend did not store its result{why}."
+    return f"It ended{where}, {end.outcome}{why}."
 
 
 def _why_no_end(facts: Facts, record: Record) -> str:
@@ -421,8 +438,7 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
         yield f"Whether task {task_id} holds a lock is not known: {facts.locks_away}."
     elif lock is None:
         end = facts.holder_end
-        how = "" if end is None else f" It ended at {_moment(end.at)} on {end.worker}, {end.outcome}"
-        how += f": {end.reason}." if end is not None and end.reason else "." * bool(how)
+        how = "" if end is None else f" {_ended(end, f' at {_moment(end.at)}')}"
         yield f"Task {task_id} does not hold the lock any more, so the next run need not wait for it.{how}"
     elif lock.state == "queued":
         yield from _queued(facts, task_id)
@@ -451,9 +467,9 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
     elif facts.running is not None:
         yield (
             f"Task {task_id} runs, as far as is known: its lock was renewed {lock.last_renewed}, so its worker lived "
-            "then. That worker does not answer: it shuts down and ends its last tasks, is too busy, or has died since "
-            "then. "
-            f"If it has died, the lock ends by itself within {lock.lease:.0f} s."
+            "then. That worker did not answer in time: it or its host is busy, it shuts down and ends its last tasks, "
+            "or it has died since then. Ask again to know more. If it has died, the lock ends by itself within "
+            f"{lock.lease:.0f} s."
         )
     else:
         yield (
@@ -469,6 +485,10 @@ def _queued(facts: Facts, task_id: str) -> Iterator[str]:
         yield f"Task {task_id} has not started, and nothing more is known about its message."
         return
     yield f"{_sentence(str(found))}."
+    if full := _full_holder(facts):
+        others = facts.found_in.readers.keys() - {found.lock.worker} if facts.found_in is not None else ()
+        though = f", though other workers may be free. {PREFETCH}" if others else ""
+        yield f"{_sentence(full)}: the message waits there{though}."
     if facts.found_in is not None and facts.found_in.unread and not found.outcome:
         yield f"{_sentence(facts.found_in.unread)}. {_sentence(facts.found_in.way_out)}."
     if found.in_doubt:
@@ -480,17 +500,24 @@ def _queued(facts: Facts, task_id: str) -> Iterator[str]:
         )
 
 
+def _full_holder(facts: Facts) -> str:
+    """Return that the worker which has received the message of the lock has no free slot; empty if it may have one."""
+    found = facts.found
+    if found is None or facts.found_in is None or not found.lock.worker or found.outcome or found.lock.delay:
+        return ""
+    return facts.found_in.full_at(found.lock.worker)
+
+
 def _task(facts: Facts, entry: Entry) -> Iterator[str]:
     known = facts.known_tasks
     if known == frozenset():
         yield "No worker answers."
     elif known is not None and entry.task not in known:
         near = difflib.get_close_matches(entry.task, known, n=1)
-        yield (
-            f"No worker that answers knows the task {entry.task}: a worker that gets the message drops it. "
-            + (f"Did you mean {near[0]}? " if near else "")
-            + "Correct the name in the entry, or start a worker that has the task."
-        )
+        unknown = f"No worker that answers knows the task {entry.task}: a worker that gets the message drops it."
+        hint = f" Did you mean {near[0]}?" if near else ""
+        hint += " Correct the name in the entry, or start a worker that has the task."
+        yield unknown if facts.other_apps else f"{unknown}{hint}"
     elif facts.delivery is not None:
         yield from _delivery(facts, facts.delivery, entry)
 
@@ -501,10 +528,11 @@ def _delivery(facts: Facts, delivery: Delivery, entry: Entry) -> Iterator[str]:
         return  # it is said of the message that waits
     if delivery.unread:
         hint = f"start a worker with -Q {delivery.queue}, or correct the queue of the entry, or task_routes"
-        yield f"{_sentence(delivery.unread)}: messages wait there. To correct it: {hint}."
+        to_do = "" if facts.other_apps else f" To correct it: {hint}."
+        yield f"{_sentence(delivery.unread)}: messages wait there.{to_do}"
     elif wrong := delivery.without(entry.task):
         yield f"{_sentence(wrong)}. Let one worker have both."
-    elif delivery.full and _may_wait(facts):
+    elif delivery.full and _may_wait(facts) and not _full_holder(facts):
         yield f"{_sentence(delivery.full)}: a message there waits until one of them has ended."
 
 

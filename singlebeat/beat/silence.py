@@ -148,13 +148,14 @@ def _skipped(entry: Entry, own: Own, recent: Sequence[Record]) -> str:
     decided = entry.meta.last_run_at
     if decided is not None and decided - last.nominal > timedelta(seconds=1) and not own.is_pending:
         return ""  # RedBeat has run the entry since then; RedBeat records no history
-    if sent is not None:  # the run of a time may have been sent long after that time
-        known = [each.at for each in (*own.decisions, *recent) if each.decision in {"dispatched", "buffered"}]
-        sent = max([sent, *known])
+    # The run of a time may have been sent long after that time, and a triggered run has none.
+    known = [each.at for each in (*own.decisions, *recent) if each.decision in {"dispatched", "buffered"}]
+    sent = max([*known, *([sent] if sent is not None else [])], default=None)
     if sent is not None and last.nominal - sent < max(SKIPPED_FOR, _time_of(entry, sent, LEAST_SKIPPED) - sent):
         return ""
     since = f"since {_moment(sent)}" if sent is not None else "so far"
-    return f"no run of it was sent {since}; its last time, {_moment(last.nominal)}, was skipped: {last.reason}"
+    which = "no other run" if sent is None and last.holder_entry == entry.name else "no run"
+    return f"{which} of it was sent {since}; its last time, {_moment(last.nominal)}, was skipped: {last.reason}"
 
 
 def _time_of(entry: Entry, after: datetime, number: int) -> datetime:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..beat.delivery import queue_of
 from ..beat.entries.fields import read_fields
 from ..beat.entries.occurrence import Occurrence
-from ..beat.entries.statics import owner_of
+from ..beat.entries.statics import Statics, owner_of
 from ..beat.explain import Facts, HeldLock, record_at
 from ..beat.keys import Keys
 from ..beat.late_places import late_places
@@ -203,6 +203,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         wrong_clocks=[*_wrong_clocks(app, workers)] if workers is not None and has_expired else (),
         holder_end=_end_of(entries, record) if record is not None else None,
         paused_by=_paused_by(entries, entry) if entry is not None and entry.policy.paused else "",
+        other_apps=Statics(app, schedule_client(app)).foreign([name]).get(name, ()),
     )
 
 

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ..beat.delivery import Busy, Delivery, Reader, queue_of
+from ..beat.entries.statics import Statics
 from ..beat.keys import Keys
 from ..beat.lost_messages import count_messages, living_workers
 from ..beat.server_time import ServerTime
@@ -19,7 +20,7 @@ from ..beat.status import counted
 from ..beat.store.probe import broker_refusal
 from ..broker import bounded, naming_alarms
 from ..config import Config
-from ..connections import broker_place, schedule_client, what_it_does
+from ..connections import RedisError, broker_place, schedule_client, what_it_does
 from ..errors import SinglebeatError
 from ..locks import backend_of
 from ..log import without_passwords
@@ -130,7 +131,23 @@ def delivery_of(app: Celery, queue: str, workers: Workers | None) -> Delivery | 
     if not queue or workers is None:
         return None
     delivery = Delivery.of(queue, workers.readers, silent_workers(app, workers))
-    return replace(delivery, messages=count_messages(app, queue)) if delivery.unread else delivery
+    if not delivery.unread:
+        return delivery
+    return replace(delivery, messages=count_messages(app, queue), other_apps=other_apps(app))
+
+
+def other_apps(app: Celery) -> Sequence[str]:
+    """Return the other apps that have entries in the schedule, or lead.
+
+    None if apps share it on purpose, or if its server does not answer.
+    """
+    if Config.of(app).singlebeat_other_app_check == "ignore":
+        return ()
+    statics = Statics(app, schedule_client(app))
+    with suppress(RedisError):
+        leader = statics.client.hget(statics.keys.lease.leader, "app") or statics.owner
+        return sorted({*statics.of_others(), leader} - {statics.owner})
+    return ()
 
 
 class Backlog:

@@ -191,7 +191,7 @@ def test_workers_without_singlebeat_and_with_another_version_are_named(celery, a
     level, text = said["workers without singlebeat"]
     measured(text)
     assert level == "problem"
-    assert "That concerns the entries whose queues it reads: nightly, weekly. How" in text
+    assert "That concerns the entries whose queues it reads: nightly, single, weekly. How" in text
     assert text.startswith(f"{names[2]}: no singlebeat there")
     assert "up to 3600 s (singlebeat_queued_ttl)" in text
     level, text = said["versions of singlebeat differ"]

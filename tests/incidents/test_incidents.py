@@ -877,7 +877,7 @@ def test_b15_a_worker_that_shuts_down_is_said_to_live(celery, beat, app, oracle)
         lambda: tools.ask("explain", "nightly"),
         (
             f"^Task {run.id} runs, as far as is known: its lock was renewed .*so its worker lived then. That worker "
-            "does not answer: it shuts down and ends its last tasks",
+            "did not answer in time: it or its host is busy, it shuts down and ends its last tasks",
         ),
         never="--force",
         gone="unlock|probably|waits in its queue",

@@ -998,6 +998,9 @@ def test_doctor_takes_a_result_backend_that_hangs_for_why_slots_are_full(server,
         (after,) = _queues(app, Read(app), workers)
 
     assert "Start more workers" in before.text
+    assert (
+        "Messages that a busy worker has already received stay with it. With worker_prefetch_multiplier" in before.text
+    )
     assert "Start more workers" not in after.text
     assert after.text.endswith(
         "The result backend may be the cause, because it does not answer within 1 s: fix that first"

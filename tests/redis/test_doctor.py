@@ -6,13 +6,14 @@ import json
 import re
 import time
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from celery.schedules import schedule
 from click import unstyle
 
-from singlebeat import Schedule, clocked
+from singlebeat import Schedule, Singleton, clocked
 from singlebeat.beat.delivery import Busy, Reader
 from singlebeat.beat.keys import LEASE_KEYS, OWN_KEYS
 from singlebeat.beat.lost_messages import living_workers
@@ -344,7 +345,10 @@ def test_a_lock_whose_message_no_worker_reads_names_its_queue(findings, cli, ben
     monkeypatch.setattr(Workers, "ask", lambda _: answering(w1=reader))
 
     unread, advice = "o worker that answers reads queue billing (they read celery)", "3 messages wait there: start a"
-    advice += " worker with -Q billing, or delete all messages there if they are not wanted (celery purge -Q billing)"
+    advice += (
+        " worker with -Q billing. Or delete all messages there, those of other entries, calls and apps, too, if none"
+    )
+    advice += " of them is wanted (celery purge -Q billing)"
     (task_id,) = re.findall("Task (\\S+) was queued", cli("explain", "e").output)
     ((level, text),) = findings("queue billing")
 
@@ -357,6 +361,57 @@ def test_a_lock_whose_message_no_worker_reads_names_its_queue(findings, cli, ben
     assert f"n{unread}. {advice}" in cli("unlock", task_id, code=1).output
     bench.put(task=SINGLE, options={"queue": "billing"})
     assert "The queue has 3 messages. Start a worker with -Q billing" in str(findings("queue billing"))
+
+
+def test_doctor_names_all_entries_whose_locks_a_plain_worker_leaves(findings, bench, monkeypatch):
+    """A worker without singlebeat frees the lock of no task, whether that is a Singleton elsewhere or not."""
+    backend_of(bench.app).announce("w1@vm", ttl=60)
+    bench.put("plain")
+    bench.put("once", task=SINGLE)
+    bench.app.task(answering, base=Singleton, name="alone", lock="while_executing", shared=False)
+    bench.put("in its run", task="alone")
+    bench.put("beside", task=SINGLE, overlap="allow_all")
+    bench.put("mailed", task=SINGLE, options={"queue": "mail"})
+    reader = Reader(frozenset({"celery"}), frozenset({SINGLE}), 1, ())
+    asked = replace(answering(old=reader, w1=reader), versions={"old": "", "w1": "1"})
+    monkeypatch.setattr(Workers, "ask", lambda _: asked)
+
+    ((level, text),) = findings("workers without singlebeat", app=bench.app)
+
+    assert level == "problem"
+    assert "When such a worker runs a task whose lock beat has acquired, it leaves that lock as it is" in text
+    assert "That concerns the entries whose queues it reads: once, plain." in text
+
+
+@pytest.mark.parametrize("check", ["warn", "ignore"])
+def test_no_advice_about_the_queue_of_another_app_loses_messages(findings, cli, server, bench_on, monkeypatch, check):
+    """A worker of this app drops the messages of another app, and a purge deletes them."""
+    bench = bench_on(server, singlebeat_other_app_check=check)
+    backend_of(bench.app).announce("w1@vm", ttl=60)
+    bench.put("theirs", task="crm.sync", options={"queue": "crm"})
+    bench.put(task=SINGLE, options={"queue": "crm"})
+    bench.redis.hset("redbeat::owners", "theirs", "crm")
+    bench.tick()
+    bench.put(task=SINGLE)  # our entry has left that queue
+    bench.make_due()
+    bench.tick()
+    reader = Reader(frozenset({"celery"}), frozenset({SINGLE}), 1, ())
+    monkeypatch.setattr(Workers, "ask", lambda _: answering(w1=reader))
+
+    ours, theirs = (cli("explain", name, app=bench.app).output for name in ("e", "theirs"))
+    (task_id,) = re.findall("Task (\\S+) was queued", ours)
+    told = [ours, theirs, cli("unlock", task_id, app=bench.app, code=1).output]
+    told += [str(findings(about, app=bench.app)) for about in ("queue crm", "entry theirs")]
+    bench.schedule.delete("theirs")
+    bench.redis.hset("redbeat::owners", "another of theirs", "crm")
+    told.append(str(findings("queue crm", app=bench.app)))
+
+    dangerous = [text for text in told if re.search("with -Q|purge|Correct the name", text)]
+    if check == "warn":
+        assert all("app crm" in text for text in told), told
+        assert dangerous == []
+    else:
+        assert dangerous == [*told[:4], told[5]], "they share the schedule on purpose"
 
 
 def test_a_lost_message_of_a_deleted_entry_is_no_longer_awaited(findings, cli, server, redis, bench_on, monkeypatch):

@@ -371,6 +371,20 @@ def test_a_one_off_waits_for_its_turn_unless_its_policy_says_otherwise(bench, ki
     assert waits == ([] if decision == "skipped_overlap" else [wish != "allow_all"])
 
 
+def test_a_past_instant_runs_only_if_another_program_has_stored_it(bench, cli):
+    """Singlebeat notes when it has saved an entry, and counts from there."""
+    bench.put("ours", every=once("clocked"), ago=None)
+    bench.redis.hset("redbeat:theirs", "definition", bench.redis.hget("redbeat:ours", "definition"))
+    bench.redis.zadd("redbeat::schedule", {"redbeat:theirs": 0})
+    bench.tick(2)
+
+    assert [record["entry"] for record in bench.history] == ["theirs"]
+    assert bench.decisions == ["dispatched"]
+    told = cli("explain", "theirs").output
+    assert "It was sent late." in told
+    assert "stands for" not in told
+
+
 def test_a_plain_task_that_comes_once_waits_for_the_run_that_was_triggered(bench):
     backend_of(bench.app).announce("w@h", ttl=60)
     bench.put(every=once("clocked"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -98,6 +100,28 @@ def test_names_with_colons_that_are_no_such_keys_are_stored(app, redis):
     for name in ("a::b", "report::lock::x", "x:lock", "::locks", "a::schedules"):
         Schedule(app).upsert(name, TASK, schedule(60))
         assert Schedule(app).delete(name)
+
+
+@pytest.mark.parametrize("kind", ["string", "list", "hash"])
+def test_delete_says_which_key_it_leaves_to_another_program(redis, cli, kind):
+    """Beat has quarantined the place of an entry whose key another program holds."""
+    key = "redbeat:b 5"
+    {"string": redis.set, "list": redis.rpush, "hash": lambda *_: redis.hset(key, "mine", "x")}[kind](key, "precious")
+    redis.zadd(SCHEDULE, {key: 0})
+    redis.hset("redbeat::quarantine", key, "{}")
+
+    told = cli("delete", "b 5").output
+
+    assert told.startswith(f"b 5: its place in the schedule and its quarantine are removed. Its key {key} stays, for ")
+    assert f"for it is a {kind} of another program" in told
+    assert redis.type(key) == kind
+    assert not redis.exists(SCHEDULE, "redbeat::quarantine")
+    (command,) = re.findall("If no program needs that key: (.*)$", told, re.MULTILINE)
+    redis.execute_command(*shlex.split(command))
+    assert not redis.exists(key)
+    redis.set(key, "again")
+    redis.zadd(SCHEDULE, {key: 0})
+    assert json.loads(cli("delete", "b 5", "--json").stdout) == {"name": "b 5", "deleted": True, "left": key}
 
 
 def test_a_key_that_is_no_entry_is_never_deleted(app, redis):

@@ -9,7 +9,7 @@ from typing import Any
 from celery import Celery
 from celery.schedules import schedule
 
-from singlebeat import Entry
+from singlebeat import Entry, clocked
 from singlebeat.beat.delivery import Busy, Delivery, Reader
 from singlebeat.beat.entries.definition import Meta
 from singlebeat.beat.entries.occurrence import Occurrence
@@ -71,7 +71,24 @@ def test_the_end_of_the_run_that_was_in_the_way_is_told():
     text = said(skip, holder_end=end)
 
     assert "does not hold the lock any more" in text
-    assert "It ended at 2026-12-01 12:00:00Z on w1, worker_lost: signal 9." in text
+    assert "It ended at 2026-12-01 12:00:00Z after 1.0 s on w1, worker_lost: signal 9." in text
+
+
+def test_a_run_elsewhere_is_not_said_to_have_ended_when_beat_noticed_it():
+    """No worker has recorded that end: the time is that of the record, and no worker is known."""
+    end = End("ran_elsewhere", "it ended with SUCCESS", "", None, "", NOON)
+    skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
+
+    text = said(skip, holder_end=end)
+
+    assert (
+        "need not wait for it. Its worker left its lock behind, and beat freed its lock at 2026-12-01 12:00:00Z" in text
+    )
+    assert "Z: it ended with SUCCESS." in text
+    assert " on ," not in text
+    nameless = replace(end, outcome="revoked")
+    assert "It ended at 2026-12-01 12:00:00Z, revoked: it ended" in said(skip, holder_end=nameless)
+    assert "It ended at 2026-12-01 12:00:00Z, revoked: it ended" in said(record(NOON, end=nameless))
 
 
 def test_times_that_the_servers_clock_cannot_have_shown_are_left_out():
@@ -102,6 +119,19 @@ def test_a_lock_renewed_before_the_clock_was_set_back_is_no_proof_of_life():
     assert "renewed by w1@h before the clock of the locks' server was set back" in text
     assert "lived then" not in text
     assert "ends by itself within 30 s of the next call that meets it" in text
+
+
+def test_a_worker_that_did_not_answer_once_is_not_said_to_be_gone():
+    """The answers have a second, which a busy machine may need."""
+    skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
+
+    text = said(skip, locks={"x": HeldLock("k", "x", "running", 29.0, 30.0, worker="w1@h")})
+
+    assert (
+        "its lock was renewed 1 s ago by w1@h, so its worker lived then. That worker did not answer in time: " in text
+    )
+    assert "it or its host is busy" in text
+    assert "Ask again to know more. If it has died, the lock ends by itself within 30 s." in text
 
 
 def test_a_lock_left_by_a_run_that_ended_names_no_dead_worker():
@@ -170,6 +200,44 @@ def test_a_queue_that_no_worker_reads_is_explained_once():
     assert said(skip, delivery=unread).count("o worker that answers reads queue celery") == 1
     text = said(skip, delivery=unread, locks=locks, found=found, found_in=unread)
     assert text.count("o worker that answers reads queue celery") == 1
+
+
+def test_a_message_at_a_busy_worker_is_said_to_wait_for_that_worker():
+    """Others that read the queue may be free: they never get it."""
+    busy = Reader(frozenset({"celery"}), frozenset({"t"}), 1, [Busy("slow", "y", NOON)])
+    free = Reader(frozenset({"celery"}), frozenset({"t"}), 1, [])
+    found = Found(
+        Waiting(Ref("k", "x"), "t", 0.0, 60.0, 3600.0, True, "celery", "", "e", 0.0, "w1@h", 7.0),
+        "",
+        "worker w1@h has its message, and renewed the lock 7 s ago",
+    )
+    skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
+    about = {"locks": {"x": HeldLock("k", "x", "queued", 3600.0, 30.0)}, "found": found}
+
+    def among(**workers: Reader) -> str:
+        delivery = Delivery.of("celery", {f"{name}@h": each for name, each in workers.items()})
+        return said(skip, **about, found_in=delivery, delivery=delivery)
+
+    behind = (
+        "The only slot of worker w1@h is busy with slow, since 2026-12-01 12:00:00Z: the message waits there, though "
+        "other workers may be free. With worker_prefetch_multiplier = 1 a worker receives fewer messages ahead"
+    )
+    assert behind in among(w1=busy, w2=free)
+    alone = among(w1=busy)
+    assert "since 2026-12-01 12:00:00Z: the message waits there.\n" in alone
+    assert alone.count("is busy with slow") == 1
+    assert "the message waits there" not in among(w1=free, w2=busy)
+    about["found"] = found._replace(lock=replace(found.lock, delay=60.0))
+    assert "the message waits there" not in among(w1=busy, w2=free), "it waits for its time, too"
+
+
+def test_a_late_run_of_a_schedule_with_one_time_stands_for_no_other():
+    late = record(NOON, kind="catch_up", end=End("success", "", "", 1.0, "w1", NOON))
+    once = Entry("e", "t", clocked(NOON), app=app)
+
+    assert "It was sent late.\n" in said(late, entry=once)
+    assert "stands for" not in said(late, entry=once)
+    assert "It was sent late, and stands for all times that passed before it." in said(late)
 
 
 def test_a_run_that_code_of_the_app_has_sent_has_no_known_end():

@@ -112,6 +112,21 @@ def test_an_entry_that_was_always_skipped_is_spoken_of_at_once():
     assert text == "no run of it was sent so far; its last time, 2026-12-01 12:00:00Z, was skipped: held by task x"
 
 
+def test_a_triggered_run_is_a_run_that_was_sent():
+    """It is no run of the schedule, so the entry itself does not remember it."""
+    triggered = replace(sent(0), kind="triggered", task_id="x")
+    of_its_own = {"holder_entry": "e"}
+    skips = [replace(skipped(NOON + number * MINUTE), **of_its_own) for number in (1, 2, 9)]
+
+    assert said(decisions=(skips[1], skips[0], triggered), total_run_count=0) == ""
+    assert silence(entry_of(total_run_count=0), Own(skips[:1], ()), [triggered]) == ""
+    long = said(decisions=(skips[2], triggered), total_run_count=0)
+    assert long.startswith("no run of it was sent since 2026-12-01 12:00:00Z; its last time, 2026-12-01 12:09:00Z, was")
+    assert said(decisions=(skips[2],), total_run_count=0).startswith(
+        "no other run of it was sent so far; its last time"
+    )
+
+
 def test_a_schedule_that_raises_hides_no_failures():
     class Broken(BaseSchedule):
         def is_due(self, last_run_at: datetime) -> Any:

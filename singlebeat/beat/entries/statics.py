@@ -110,6 +110,15 @@ class Statics:
         owners = self._owners().values()
         return Counter(app for apps in owners if self.owner not in apps for app in apps)
 
+    def foreign(self, names: Collection[str]) -> Mapping[str, Sequence[str]]:
+        """Return the apps that have installed an entry, by its name; entries that this app has, too, are left out.
+
+        None are foreign if apps share the schedule on purpose.
+        """
+        if Config.of(self.app).singlebeat_other_app_check == "ignore":
+            return {}
+        return {name: apps for name, apps in self._owners(names).items() if self.owner not in apps}
+
     def removed(self) -> Set[str]:
         """Return the names of entries in the ``beat_schedule`` of this app that another program has removed."""
         given = {str(name) for name, item in (self.app.conf.beat_schedule or {}).items() if is_from_code(item)}

@@ -7,12 +7,21 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from ...beat.entries.statics import Statics
 from ...beat.result_backend import ResultBackendError, check_results, result_place
 from ...beat.schedule import Schedule
 from ...beat.status import ScheduleStatus
 from ...beat.store.probe import lock_place, lock_refusal, lock_server_says, schedule_refusal
 from ...config import Config
-from ...connections import RedisError, ResponseError, broker_place, is_one_server, schedule_place, what_it_does
+from ...connections import (
+    RedisError,
+    ResponseError,
+    broker_place,
+    is_one_server,
+    schedule_client,
+    schedule_place,
+    what_it_does,
+)
 from ...errors import LockBackendError, SinglebeatError
 from ...locks import backend_of
 from ..workers import Backlog, BrokerError, NoQuestionsError, Workers
@@ -145,6 +154,11 @@ class Read:
     def unusable(self) -> Mapping[str, str]:
         """The reasons why beat cannot use entries that it has not quarantined yet, by name."""
         return {name: why for name, why in self._examined[1].items() if name not in self.state.quarantine}
+
+    @cached_property
+    def foreign(self) -> Mapping[str, Sequence[str]]:
+        """The apps of the entries that other apps have installed and this app has not, by name."""
+        return Statics(self.app, schedule_client(self.app)).foreign([entry.name for entry in self.usable])
 
     @cached_property
     def _examined(self) -> tuple[Sequence[Entry], Mapping[str, str]]:

@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from ... import __version__
-from ...beat.delivery import Delivery, listed, queue_of
+from ...beat.delivery import PREFETCH, Delivery, listed, queue_of
 from ...beat.entries.statics import owner_of
 from ...beat.server_time import DIFFERS_FROM, UNFIT_FROM
 from ...beat.status import counted
 from ...config import Config
 from ...connections import RedisError, broker_place
-from ...errors import LockBackendError, SinglebeatError
+from ...errors import ConfigError, LockBackendError, SinglebeatError
+from ...locks.modes import LockMode, is_singleton, overlap_for
 from ...overlap import Overlap
 from ..locks import every
 from ..workers import NoQuestionsError, Workers, ahead_of_server, silent_workers
 from .finding import Finding, Read, of_locks
 
 if TYPE_CHECKING:
-    from celery import Celery
+    from celery import Celery, Task
 
     from ...beat.entries.entry import Entry
 
@@ -47,7 +49,8 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
         )
         yield Finding("warning", "workers", text)
     elif not schedule.workers_seen:
-        names = listed(sorted(entry.name for entry in _plain(app, schedule)))
+        plain = (entry for entry in _locked(app, schedule) if not is_singleton(app.tasks.get(entry.task)))
+        names = listed(sorted(entry.name for entry in plain))
         which = f", so that runs of {names} may overlap" if names else ""
         text = f"no worker with singlebeat was seen: plain tasks are sent without a lock{which}; install it there, too"
         yield Finding("warning", "workers", text)
@@ -67,7 +70,7 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
     without = sorted(worker for worker, found in workers.versions.items() if not found)
     if without and wrong is None and schedule.workers_seen:
         queues = frozenset().union(*(reader.queues for name, reader in workers.readers.items() if name in without))
-        entries = [entry.name for entry in _plain(app, schedule) if queue_of(app, entry) in queues]
+        entries = [entry.name for entry in _locked(app, schedule) if queue_of(app, entry) in queues]
         yield _without_singlebeat(app, without, sorted(entries))
     yield from _versions(workers.versions)
     if schedule.error is not None:
@@ -78,6 +81,8 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
     for entry in schedule.usable:
         if entry.task not in known:
             text = f"no worker that answers knows its task {entry.task}: a worker that gets the message drops it"
+            if apps := schedule.foreign.get(entry.name):
+                text += f". It is an entry of app {listed(apps)}: leave it to that app"
             yield Finding("problem", f"entry {entry.name}", text)
 
 
@@ -91,10 +96,13 @@ def _queues(app: Celery, schedule: Read, workers: Workers) -> Iterator[Finding]:
     for queue, senders in by_queue.items():
         delivery = Delivery.of(queue, workers.readers, silent)
         if delivery.unread:
+            advice = f"Start a worker with -Q {queue}, or correct the queue of the entries, or task_routes"
+            if apps := sorted({other for entry in senders for other in schedule.foreign.get(entry.name, ())}):
+                left_alone = replace(delivery, other_apps=apps).left_alone
+                advice = f"{left_alone[0].upper()}{left_alone[1:]}"
             text = (
                 f"{delivery.unread}: the runs of {listed(sorted(entry.name for entry in senders))} wait there. "
-                f"{waiting_in(schedule, queue)}Start a worker with -Q {queue}, or correct the queue of the entries, or "
-                "task_routes"
+                f"{waiting_in(schedule, queue)}{advice}"
             )
             yield Finding("warning" if silent else "problem", f"queue {queue}", text)
         for entry in senders:
@@ -102,7 +110,10 @@ def _queues(app: Celery, schedule: Read, workers: Workers) -> Iterator[Finding]:
                 text = f"{wrong}. Let one worker read the queue and know the task"
                 yield Finding("problem", f"entry {entry.name}", text)
         if (since := delivery.full_since) is not None and (now - since).total_seconds() > BUSY_FOR:
-            advice = "Start more workers, or make these tasks shorter"
+            advice = (
+                "Start more workers, or make these tasks shorter. Messages that a busy worker has already received "
+                f"stay with it. {PREFETCH}"
+            )
             if schedule.results:
                 advice = f"The result backend may be the cause, because it {schedule.results}: fix that first"
             text = f"{delivery.full}: other messages wait. {advice}"
@@ -143,29 +154,38 @@ def _clocks(app: Celery, workers: Workers) -> Iterator[Finding]:
         yield Finding("problem" if abs(ahead) > UNFIT_FROM else "warning", "clock", text)
 
 
-def _plain(app: Celery, schedule: Read) -> Sequence[Entry]:
-    """Return the entries whose locks beat acquires, and workers with singlebeat free: of plain tasks, with a lock.
+def _locked(app: Celery, schedule: Read) -> Sequence[Entry]:
+    """Return the entries whose locks beat acquires, and workers with singlebeat free.
 
     Entries that do not run, or that another app sends, are left out.
     """
     with suppress(RedisError):  # an earlier part has reported it
         if schedule.state.is_led_by(owner_of(app)):
             active = (entry for entry in schedule.usable if entry.enabled and not entry.policy.paused)
-            locked = (entry for entry in active if entry.policy.overlap is not Overlap.ALLOW_ALL)
-            return [entry for entry in locked if not hasattr(app.tasks.get(entry.task), "generate_lock")]
+            return [entry for entry in active if _is_locked(app.tasks.get(entry.task), entry.policy.overlap)]
     return ()
+
+
+def _is_locked(task: Task | None, overlap: Overlap | None) -> bool:
+    """Return whether beat acquires a lock for a task, and a worker frees it."""
+    if not is_singleton(task):
+        return overlap is not Overlap.ALLOW_ALL and not hasattr(task, "generate_lock")  # of celery-singleton
+    with suppress(ConfigError):  # its policy contradicts its task
+        is_freed = LockMode(task.lock) not in {LockMode.WHILE_EXECUTING, LockMode.UNTIL_EXPIRED}
+        return is_freed and overlap_for(task, overlap) is not Overlap.ALLOW_ALL
+    return False
 
 
 def _without_singlebeat(app: Celery, workers: Sequence[str], entries: Sequence[str]) -> Finding:
     """Return the finding about workers without singlebeat beside workers that have it.
 
     Args:
-        entries: names of the entries of plain tasks whose queues these workers read.
+        entries: names of the entries with locks whose queues these workers read.
     """
     which = f" That concerns the entries whose queues it reads: {listed(entries)}." if entries else ""
     text = (
         f"{', '.join(workers)}: no singlebeat there, or its settings name no server for locks. When such a worker "
-        "runs a plain task that beat has sent, it leaves the lock of that task as it is, and the next runs are "
+        "runs a task whose lock beat has acquired, it leaves that lock as it is, and the next runs are "
         "skipped until beat finds that out: most of a minute, or while messages wait in the queue up to "
         f"{Config.of(app).singlebeat_queued_ttl:g} s (singlebeat_queued_ttl).{which} How the run ended is not recorded "
         "either. Install celery-singlebeat there, too, and start the worker again"
