@@ -290,6 +290,9 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if self._metrics is not None:
             self._metrics.progress()
         self._service_manager.progress()
+        if self.lease.keys.lock is None and self.server_time.is_known:
+            with suppress(RedisError):  # the tick itself finds that out
+                self.lease.give_sign()
 
     def _ask_time(self) -> None:
         self.server_time.ask(schedule_client(self.app), Keys.of(self.app).schedule)

@@ -19,9 +19,8 @@ from singlebeat import clocked
 from singlebeat.beat import store
 from singlebeat.beat.delivery import Reader
 from singlebeat.beat.keys import Keys
-from singlebeat.beat.leadership.clock_guard import STORED_EVERY
-from singlebeat.beat.leadership.lease import Lease
-from singlebeat.beat.status import SILENT_AFTER, ScheduleStatus
+from singlebeat.beat.leadership.lease import STAY, Lease
+from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.probe import LOCKS, SCHEDULE, Needs
 from singlebeat.connections import ResponseError
 from singlebeat.diagnosis.workers import Workers
@@ -654,8 +653,10 @@ def test_beats_that_share_the_work_are_missed_when_none_works(findings, probe, c
     shared.put()
     if ever:
         shared.tick()
-        redis.incrbyfloat("redbeat::alive", -1000)
-    since = r"for 10\d\d s" if ever else "ever"
+        (sign,) = redis.zrange("redbeat::standbys", 0, -1)
+        redis.zincrby("redbeat::standbys", -200_000, sign)
+        redis.incrbyfloat("redbeat::clock", -200)
+    since = r"for 20\d s" if ever else "ever"
 
     code, text = probe(app=shared.app)
     assert code == 503
@@ -671,27 +672,41 @@ def test_beats_that_share_the_work_are_missed_when_none_works(findings, probe, c
 
 
 def test_a_sign_of_life_by_a_clock_that_was_ahead_hides_no_dead_beat(shared, redis):
+    shared.tick()
+    (sign,) = redis.zrange("redbeat::standbys", 0, -1)
+    redis.zadd("redbeat::standbys", {sign: 1000 * (redis.time()[0] + STAY + 3600)})
+    redis.set("redbeat::clock", redis.time()[0] + 3600)
+
+    state = ScheduleStatus.of(shared.app)
+
+    assert (state.works, state.silent) == (False, None)
+
+
+def test_a_beat_that_shares_the_work_is_seen_each_second(shared, cli, redis):
+    shared.put()
+    shared.scheduler().tick()
+    redis.incrbyfloat("redbeat::clock", -9)  # written every 10 s
+    assert re.search("a beat was last seen [01] s ago", cli("status", app=shared.app).output)
+
+    (sign,) = redis.zrange("redbeat::standbys", 0, -1)
+    redis.zincrby("redbeat::standbys", -1000 * STAY, sign)
+
+    assert re.search("a beat was last seen [5-9] s ago", cli("status", app=shared.app).output)
+    assert "no beat works: there was no sign of one for" in cli("health", app=shared.app, code=1).output
+    assert "beat: no beat works" in cli("doctor", app=shared.app, code=1).output
+    assert cli("explain", "e", app=shared.app).output.startswith("No beat works: ")
+
+
+def test_a_beat_gives_signs_of_life_in_a_long_tick(shared, redis):
+    shared.put()
     beat = shared.scheduler()
     beat.tick()
-    now = beat.server_time.now()
+    (sign,) = redis.zrange("redbeat::standbys", 0, -1)
+    redis.zincrby("redbeat::standbys", -1000 * STAY, sign)
+    beat.lease._share_at, beat._ticking = 0.0, True  # as a second later
 
-    shared.tick(at=now + timedelta(hours=1))
-    assert not ScheduleStatus.of(shared.app).works
-    shared.tick(at=now)
+    beat._report_progress()
 
-    assert ScheduleStatus.of(shared.app).works
-    assert float(redis.get("redbeat::clock")) > now.timestamp() + 3000
-
-
-def test_a_beat_that_shares_the_work_gives_signs_of_life_in_time(shared, redis):
-    beat = shared.scheduler()
-    beat.tick()
-    first = float(redis.get("redbeat::alive"))
-
-    shared.tick(at=beat.server_time.now() + STORED_EVERY)
-
-    assert float(redis.get("redbeat::alive")) > first
-    assert STORED_EVERY.total_seconds() * 2 < SILENT_AFTER
     assert ScheduleStatus.of(shared.app).works
 
 

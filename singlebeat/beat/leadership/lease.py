@@ -24,7 +24,7 @@ from ..keys import Keys, LeaseKeys
 from ..server_time import DIFFERS_FROM, ServerTime
 from ..share import ALL, Share
 
-__all__ = ("SHARE_EVERY", "STAY", "Lease", "Term", "resign", "why_leaderless")
+__all__ = ("SHARE_EVERY", "SIGNS_KEPT", "STAY", "Lease", "Term", "resign", "why_leaderless")
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -46,6 +46,9 @@ STAY = 5.0
 #: Where leadership is switched off: seconds between two signs of life of a beat.
 SHARE_EVERY = 1.0
 
+#: Where leadership is switched off: seconds for which the last signs of life are kept when no beat gives one any more,
+#: so that operators read since when.
+SIGNS_KEPT = 300.0
 
 #: What PTTL returns of a key that lasts for ever.
 NO_END = -1
@@ -150,7 +153,7 @@ class Lease:
         if self._stopped:
             return None
         if self.keys.lock is None:
-            self._give_sign()
+            self.give_sign()
             return Term(0, "")
         if (term := self.term()) is not None:
             return term
@@ -191,9 +194,13 @@ class Lease:
     def _now(self) -> str:
         return self.server_time.now().isoformat(timespec="seconds")
 
-    def _give_sign(self) -> None:
-        """Give a sign of life, where leadership is switched off, and share the work with the beats that do the same."""
-        if self._clock() < self._share_at:
+    def give_sign(self) -> None:
+        """Give a sign of life, where leadership is switched off, and share the work with the beats that do the same.
+
+        Raises:
+            RedisError: the server does not answer.
+        """
+        if self._clock() < self._share_at or self._stopped:
             return
         if self._client is None:
             self._client = self._connect()
@@ -208,7 +215,7 @@ class Lease:
             # Signs from before the server's clock was set back, and not those that another beat gives at this moment.
             pipe.zremrangebyscore(key, f"({until + STAY * 1000!r}", "+inf")
             pipe.zadd(key, {self._standby: until})
-            pipe.pexpire(key, round(STAY * 1000))
+            pipe.pexpire(key, round(SIGNS_KEPT * 1000))
             pipe.zrange(key, 0, -1)
             *_, signs = pipe.execute()
         others = frozenset(self._sharing(signs)) - {identity()}
