@@ -25,7 +25,8 @@ EVENTS: Mapping[str, Event] = {
     # Who leads.
     "leadership_gained": Event(
         (INFO, WARNING),
-        "This beat leads: ``term``, ``leader``. WARNING if this beat has stood by or led before.",
+        "This beat leads: ``term``, ``leader``. WARNING if this beat has stood by or led before. "
+        "``reason``: the leader before, if it has not renewed the lock.",
     ),
     "leadership_lost": Event(
         (WARNING,),

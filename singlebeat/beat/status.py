@@ -51,6 +51,9 @@ OVERDUE_AFTER = 5.0
 #: Seconds by which an entry may be overdue before its schedule is not healthy.
 MAX_LAG = 60.0
 
+#: The fraction of its lease that a leader has left while it lives, which renews it after each third.
+RENEWED = 0.6
+
 #: Most entries that are read: to leave out those that RedBeat does not send yet, although their places have passed, and
 #: to see whether an entry waits for a clock that was set back.
 MOST_READ = 1000
@@ -166,6 +169,19 @@ class ScheduleStatus:
             "killed, or hangs. (If it lives, it has not noticed a new or changed entry yet: it polls every 300 s, or "
             f"as beat_max_loop_interval says.) Its lock ends by itself in {self.lease_left:.0f} s. If no process of "
             "RedBeat runs any more, end it now: celery singlebeat resign"
+        )
+
+    @property
+    def leader_silent(self) -> str:
+        """That the leader seems to be dead while entries are overdue, and what follows; empty if it does not."""
+        lease = _number(self.leader.get("lease_ms")) / 1000
+        if not self.overdue or self.lease_left >= lease * RENEWED:
+            return ""
+        next_ = "a standby takes over then" if self.standbys else "no beat stands by: start one"
+        return (
+            f"the leader, {self.leader.get('host', '?')}, pid {self.leader.get('pid', '?')}, has not renewed the lock "
+            f"for {lease - self.lease_left:.0f} s, and {self.overdue_entries}: it was killed, hangs, or does not reach "
+            f"the schedule's server. Unless it renews the lock, that ends in {self.lease_left:.0f} s; {next_}"
         )
 
     @property
@@ -327,8 +343,8 @@ class ScheduleStatus:
             member.removeprefix(keys.prefix): quarantine_record(text)
             for member, text in (rest[0] if names else {}).items()
         }
-        # Signs end, and a beat that leads gives none: the time by which a beat has last decided counts, too. A time ahead
-        # is of a wrong clock: a working beat would have noted another one since.
+        # Signs end, and a beat that leads gives none: the time by which a beat has last decided counts, too.
+        # A time ahead is of a wrong clock: a working beat would have noted another one since.
         noted_at = max((at for at in (*seen.values(), _number(clock)) if at < now + STAY), default=0.0)
         if overdue and ttl > 0 and not leader:
             idle, first = _count_idle(app, client, keys, now)

@@ -96,6 +96,8 @@ def _leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("problem", "beat", state.redbeat_silent)
     elif state.redbeat_leads:
         yield Finding("warning", "beat", REDBEAT_LEADS)
+    elif state.leader_silent and not schedule.refused:
+        yield Finding("problem", "beat", state.leader_silent)
     elif state.overdue:
         text = f"{state.overdue_entries}. {SEE_LOG}" if state.works and not schedule.refused else state.overdue_entries
         yield Finding("problem", "beat", text)
