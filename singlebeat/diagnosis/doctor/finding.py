@@ -12,7 +12,15 @@ from ...beat.schedule import Schedule
 from ...beat.status import ScheduleStatus
 from ...beat.store.probe import lock_place, lock_refusal, lock_server_says, schedule_refusal
 from ...config import Config
-from ...connections import RedisError, ResponseError, broker_place, is_one_server, schedule_place, what_it_does
+from ...connections import (
+    RedisError,
+    ResponseError,
+    broker_place,
+    is_one_server,
+    schedule_place,
+    schedule_server,
+    what_it_does,
+)
 from ...errors import LockBackendError, SinglebeatError
 from ...locks import backend_of
 from ..workers import Backlog, BrokerError, NoQuestionsError, Workers
@@ -55,10 +63,24 @@ class Read:
         self.app = app
         self.error: RedisError | None = None  #: the error of the schedule's server, if it did not answer
 
-    def is_away_with_schedule(self, place: str) -> bool:
-        """Return whether a place is on the schedule's server, which did not answer."""
+    def is_away_with_schedule(self, place: str, *, master: str | None = None) -> bool:
+        """Return whether a place is on the schedule's server, which did not answer.
+
+        Args:
+            master: the name that the sentinels of the place are asked for.
+        """
         away = self.error is not None and what_it_does(self.error) == "does not answer"
-        return away and is_one_server(place, schedule_place(self.app))
+        one_master = master is not None and master == schedule_server(self.app).options.get("master_name")
+        return away and is_one_server(place, schedule_place(self.app), one_master=one_master)
+
+    @property
+    def is_result_backend_away_with_schedule(self) -> bool:
+        """Return whether the result backend is on the schedule's server, which did not answer."""
+        place = result_place(self.app).removeprefix("result backend ")
+        if not place.startswith("sentinel://") or getattr(self.app, "redbeat_redis", None) is not None:
+            return self.is_away_with_schedule(place)
+        master = (self.app.conf.result_backend_transport_options or {}).get("master_name")
+        return self.is_away_with_schedule(place, master=master)
 
     @cached_property
     def _locks(self) -> bool | SinglebeatError:
@@ -128,7 +150,7 @@ class Read:
     @cached_property
     def results(self) -> str:
         """The error of the result backend; empty if the backend answers, or if the app has none."""
-        if self.is_away_with_schedule(result_place(self.app).removeprefix("result backend ")):
+        if self.is_result_backend_away_with_schedule:
             return f"does not answer: {self.error}"
         try:
             check_results(self.app, timeout=Config.of(self.app).singlebeat_socket_timeout)

@@ -84,7 +84,7 @@ def check_result_backend(app: Celery, schedule: Read) -> Iterator[Finding]:
     """Check the result backend, which beat does not use, unless the schedule or the locks are on its server."""
     if wrong := schedule.results:
         place, sent = result_place(app).removeprefix("result backend "), "Beat still sends, but workers wait"
-        if schedule.is_away_with_schedule(place):
+        if schedule.is_result_backend_away_with_schedule:
             sent = "The schedule is kept there, too: nothing is sent until it answers. Workers wait"
         elif schedule.locks_error is not None and is_one_server(place, lock_place(app)):
             sent = "Locks are kept there, too: no run that takes a lock is sent until it answers. Workers wait"
