@@ -239,6 +239,12 @@ EVENTS: Mapping[str, Event] = {
         "A lock has been queued for ten times ``singlebeat_lost_after``, and its message may be lost: ``reason``, and "
         "the command that frees the lock. Logged once in ten minutes for each queue, with one lock as an example.",
     ),
+    "unread": Event(
+        (WARNING,),
+        "A message has waited for ten times ``singlebeat_lost_after`` in a queue that no worker reads, and its lock "
+        "keeps runs from being sent: ``queue``, and ``reason``. Logged once in ten minutes for each queue, if all "
+        "workers answer.",
+    ),
     "ran_elsewhere": Event(
         (WARNING,),
         "Beat has freed the lock of a task that has ended, and whose worker did not free it: ``reason``.",
