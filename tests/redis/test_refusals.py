@@ -20,6 +20,7 @@ from singlebeat.beat import store
 from singlebeat.beat.delivery import Reader
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import STAY, Lease
+from singlebeat.beat.result_backend import ResultBackendError
 from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.probe import LOCKS, SCHEDULE, Needs
 from singlebeat.connections import ResponseError
@@ -158,12 +159,45 @@ def test_every_tool_names_the_command_that_the_acl_lacks(cli, bench, lacking, mo
     lack = [where for where, needs in zip(servers, (SCHEDULE, LOCKS), strict=True) if command in needed(needs)]
     assert said == {(where.removeprefix("the "), grant(command)) for where in lack}
     assert {"workers"} <= {row["about"] for row in rows}, "the other parts go on"
+    promised = {"calls of Singletons", "due entries"} & {row["about"] for row in rows}
+    assert not (lack and promised)
     lines = {f"Error: {server}: {grant(command)}" for server in servers}
     for tool, result in outputs:
         text = result.output.strip()
         assert result.exit_code < 2 or text in lines, f"{tool}: {text}"
         assert "permission" not in text, f"{tool}: {text}"
         assert "can't run" not in text, f"{tool}: {text}"
+
+
+def test_the_doctor_promises_nothing_of_a_broker_that_lacks_rights(cli, server, redis):
+    with without(server, "lpush") as broker, make_app(broker, {"redbeat_redis_url": server.url}) as app:
+        told = cli("doctor", app=app, code=None).output
+
+    assert "one write" not in told
+
+
+HELLO = (
+    "HELLO must be called with the client already authenticated, otherwise the HELLO AUTH <user> <pass> option can be "
+    "used to authenticate the client and select the RESP protocol version at the same time"
+)
+
+
+def test_a_login_that_is_refused_by_hello_has_advice():
+    told = with_advice(ResponseError(HELLO))
+
+    assert told == f"{HELLO}. Correct the user and the password in its URL or its options"
+
+
+def test_doctor_says_that_the_password_of_the_result_backend_is_wrong(findings, bench, monkeypatch):
+    monkeypatch.setattr(
+        "singlebeat.diagnosis.doctor.finding.check_results", Mock(side_effect=ResultBackendError(HELLO))
+    )
+
+    ((level, text),) = findings("result backend", app=bench.app)
+
+    assert level == "problem"
+    assert text.endswith("Correct the user and the password in result_backend")
+    assert "Start the backend" not in text
 
 
 @pytest.mark.parametrize(("command", "option"), [("select", "db=1"), ("client|setname", "client_name=ours")])

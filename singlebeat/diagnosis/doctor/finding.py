@@ -133,6 +133,11 @@ class Read:
         """What the schedule's server refuses, and what to do; empty if it refuses nothing that is needed."""
         return schedule_refusal(self.app)
 
+    @cached_property
+    def locks_refused(self) -> str:
+        """What the locks' server refuses, and what to do; empty if it refuses nothing that is needed."""
+        return lock_refusal(self.app)
+
     @property
     def broker_answers(self) -> bool:
         """Whether the broker answers, though it may refuse the questions to workers."""
