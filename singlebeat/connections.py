@@ -130,14 +130,20 @@ def schedule_client(app: Celery, *, timeout: float | None = None) -> RedisClient
     return shared(server.url, timeout=patience, options=server.options, setting=server.setting)
 
 
-def is_one_server(place: str, other: str) -> bool:
-    """Return whether two places, as masked URLs, are certainly one Redis server; it may have several databases."""
-    homes = {_home(place), _home(other)}
+def is_one_server(place: str, other: str, *, one_master: bool = False) -> bool:
+    """Return whether two places, as masked URLs, are certainly one Redis server; it may have several databases.
+
+    Args:
+        one_master: the sentinels that the places may name are asked for a master of the same name.
+    """
+    homes = {_home(place, one_master=one_master), _home(other, one_master=one_master)}
     return len(homes) == 1 and "" not in homes
 
 
-def _home(place: str) -> str:
-    """Return host and port of a single Redis server, or the path of its socket; empty if a place is none."""
+def _home(place: str, *, one_master: bool) -> str:
+    """Return host and port of a single Redis server, or of its sentinels, or the path of its socket; else empty."""
+    if one_master and place.startswith("sentinel://"):
+        return ";".join(sorted(each.rpartition("://")[2].rpartition("@")[2].split("/")[0] for each in place.split(";")))
     if not place.startswith(SINGLE) or ";" in place:
         return ""
     rest = place.partition("://")[2].rpartition("@")[2]

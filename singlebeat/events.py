@@ -25,7 +25,8 @@ EVENTS: Mapping[str, Event] = {
     # Who leads.
     "leadership_gained": Event(
         (INFO, WARNING),
-        "This beat leads: ``term``, ``leader``. WARNING if this beat has stood by or led before.",
+        "This beat leads: ``term``, ``leader``. WARNING if this beat has stood by or led before. "
+        "``reason``: the leader before, if it has not renewed the lock.",
     ),
     "leadership_lost": Event(
         (WARNING,),
@@ -242,6 +243,12 @@ EVENTS: Mapping[str, Event] = {
         (WARNING,),
         "A lock has been queued for ten times ``singlebeat_lost_after``, and its message may be lost: ``reason``, and "
         "the command that frees the lock. Logged once in ten minutes for each queue, with one lock as an example.",
+    ),
+    "unread": Event(
+        (WARNING,),
+        "A message has waited for ten times ``singlebeat_lost_after`` in a queue that no worker reads, and its lock "
+        "keeps runs from being sent: ``queue``, and ``reason``. Logged once in ten minutes for each queue, if all "
+        "workers answer.",
     ),
     "ran_elsewhere": Event(
         (WARNING,),

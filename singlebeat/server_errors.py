@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ("advice", "advice_of_writes", "denied_command", "is_denied", "with_advice")
+__all__ = ("advice", "advice_of_writes", "denied_command", "is_denied", "is_login_refused", "with_advice")
 
 #: Errors that concern every write, and what to do.
 _ADVICE = {
@@ -16,7 +16,10 @@ _ADVICE = {
 
 #: Errors of a login that is refused, and what to do.
 _LOGIN = "Correct the user and the password in its URL or its options"
-_NO_LOGIN = ("WRONGPASS", "NOAUTH", "invalid username-password pair", "Authentication required")
+_NO_LOGIN = (
+    *("WRONGPASS", "NOAUTH", "invalid username-password pair", "Authentication required"),
+    "HELLO must be called with the client already authenticated",
+)
 
 #: The codes of the same errors by the words that are left when redis-py has removed the code.
 _WITHOUT_CODE = {
@@ -36,9 +39,14 @@ def advice_of_writes(error: str) -> str:
 
 def advice(exc: Exception) -> str:
     """Return the advice to add to an error of a Redis server; empty if there is none."""
-    if any(text in str(exc) for text in _NO_LOGIN):
+    if is_login_refused(exc):
         return f". {_LOGIN}"
     return _acl_hint(exc) or advice_of_writes(str(exc))
+
+
+def is_login_refused(error: Exception | str) -> bool:
+    """Return whether a server refuses user and password, by its error."""
+    return any(text in str(error) for text in _NO_LOGIN)
 
 
 def with_advice(exc: Exception) -> str:

@@ -195,6 +195,8 @@ def _leadership(facts: Facts) -> Iterator[str]:
         yield f"{_sentence(facts.state.redbeat_silent)}."
     elif facts.state.redbeat_leads:
         yield f"{_sentence(REDBEAT_LEADS)}."
+    elif facts.state.leader_silent:
+        yield f"{_sentence(facts.state.leader_silent)}."
     elif facts.state.overdue:
         yield f"Beat is behind: {facts.state.overdue_entries}. {SEE_LOG}."
 

@@ -75,10 +75,6 @@ OWN_KEYS: Mapping[str, tuple[str, str]] = {
         "string",
         "The latest time by which a beat has decided, in seconds since 1970. Written every 10 s.",
     ),
-    "alive": (
-        "string",
-        "With ``redbeat_lock_key`` None, the time by which a beat has last decided. Written every 10 s.",
-    ),
     "lost": (
         "string",
         "When a beat has first noticed that the server has lost the schedule, or its last changes, and by what. Gone "
@@ -110,7 +106,7 @@ LEASE_KEYS: Mapping[str, tuple[str, str]] = {
         "zset",
         "The beats that stand by: host, pid, since when, app, version, broker, and how far a wrong clock is ``ahead``. "
         "Gone 5 s after their last campaign. With ``redbeat_lock_key`` None, the beats that share the work, with "
-        "their ``zone``: written every second, gone after 5 s.",
+        "their ``zone``: written every second, and not counted after 5 s.",
     ),
     "resigned": ("string", "The beat that was made to resign. For 5 s it lets standbys go first."),
 }
@@ -167,7 +163,6 @@ class Keys:
     history: str = field(init=False)
     runs: str = field(init=False)
     clock: str = field(init=False)
-    alive: str = field(init=False)
     lost: str = field(init=False)
     zone: str = field(init=False)
     versions: str = field(init=False)

@@ -27,6 +27,7 @@ from ..locks.base import LONGEST_WAIT, RUN_HEADER, BaseBackend, Ref, read_genera
 from ..locks.key import behind_key, is_turn_key, suspects_key
 from ..log import Log
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, record_end_of_message
+from .delivery import Delivery, Reader
 from .destination import queue_of_call
 from .result_backend import ResultBackendError, ask_results, stored_end
 
@@ -83,10 +84,11 @@ BOUND = "it was sent to an exchange, and the broker's bindings decide on its que
 #: Maximum number of messages in a queue in which a message is looked for.
 MOST_READ = 1000
 
-#: A lock in doubt is logged after so many times ``singlebeat_lost_after``.
+#: A lock in doubt, and one whose message waits where no worker reads it, is logged after so many times
+#: ``singlebeat_lost_after``.
 DOUBTED_AFTER = 10
 
-#: Seconds until locks of the same queue that are in doubt are logged again.
+#: Seconds until locks of the same queue that are in doubt are logged again, and until it is checked again who reads it.
 DOUBTED_EVERY = 600.0
 
 #: The end of a sentence about a command that frees a lock in doubt.
@@ -177,6 +179,7 @@ class _Stays(NamedTuple):
 
     reason: str
     in_doubt: bool = False  #: whether its message may as well be lost
+    queue: str = ""  #: in which its message certainly waits; empty if unknown
 
 
 class Found(NamedTuple):
@@ -186,6 +189,7 @@ class Found(NamedTuple):
     outcome: str  #: MESSAGE_LOST or RAN_ELSEWHERE; empty if the message may yet start, so that its lock stays
     reason: str
     in_doubt: bool = False  #: whether a message that may yet start may as well be lost
+    queue: str = ""  #: in which the message certainly waits; empty if unknown
 
     @property
     def way_out(self) -> str:
@@ -484,7 +488,7 @@ class _Broker:
             if count := self.count(queue):
                 found = self._has(queue, task_id)
                 if found:
-                    return _Stays(f"its message waits in queue {queue}")
+                    return _Stays(f"its message waits in queue {queue}", queue=queue)
                 if found is None and count == 1:
                     return _Stays(f"1 message waits in queue {queue}, perhaps its own", True)
                 if found is None:
@@ -543,7 +547,7 @@ class LostMessages:
         self._suspects: dict[str, None] = {}
         self._news, self._stopped = threading.Event(), False
         self._thread: threading.Thread | None = None
-        self._answers, self._doubted = Answers(), dict[str, float]()
+        self._answers, self._doubted, self._checked = Answers(), dict[str, float](), dict[str, float]()
         self._poll_at = time.monotonic() + EVERY
 
     def poll(self) -> None:
@@ -601,15 +605,16 @@ class LostMessages:
             backend.suspect(suspects_key(Config.of(self.app).singleton_key_prefix), key)
         found = examine(self.app, old, backend=backend, answers=self._answers)
         self._log_doubts(found)
+        self._log_unread(found, backend)
         return free(self.app, found, backend=backend)
 
     def _log_doubts(self, found: Iterable[Found]) -> None:
         """Log which locks have been in doubt for long, by one example for each queue, now and then."""
-        late, doubted = DOUBTED_AFTER * (self._patience or PAUSE), dict[str, list[Found]]()
+        doubted = dict[str, list[Found]]()
         for each in found:
-            if each.in_doubt and each.lock.age >= (each.lock.delay or 0.0) + late:
+            if each.in_doubt and self._is_late(each.lock):
                 doubted.setdefault(each.lock.queue, []).append(each)
-        self._doubted = {queue: at for queue, at in self._doubted.items() if at > time.monotonic() - DOUBTED_EVERY}
+        _forget(self._doubted)
         for queue, (first, *others) in doubted.items():
             if queue in self._doubted:
                 continue
@@ -618,3 +623,39 @@ class LostMessages:
             reason = f"{first.reason}. If it is lost, {first.way_out}"
             reason += f". So with {len(others)} more locks" if others else ""
             log.warning("beat: A lock stays, and its message may be lost", event="in_doubt", **about, reason=reason)
+
+    def _log_unread(self, found: Iterable[Found], backend: BaseBackend) -> None:
+        """Log the queues in which messages have waited for long, and which no worker reads, now and then."""
+        late = {each.queue: each for each in found if each.queue and self._is_late(each.lock)}
+        _forget(self._checked)
+        queues = late.keys() - self._checked.keys()
+        if not queues:
+            return
+        try:
+            with _Broker.reached(self.app) as broker:
+                replies = broker.ask("active_queues")
+        except Exception as exc:  # a transport may raise anything
+            log.debug("the workers cannot be asked for their queues", event="not_asked", reason=exc)
+            return
+        if living_workers(self.app, backend) - replies.keys():  # such a worker may read the queue
+            return
+        self._checked |= dict.fromkeys(queues, time.monotonic())
+        names = {worker: frozenset(queue["name"] for queue in reply or ()) for worker, reply in replies.items()}
+        readers = {worker: Reader(read, frozenset(), None, ()) for worker, read in names.items()}
+        for queue in sorted(queues):
+            delivery = Delivery.of(queue, readers)
+            if delivery.unread:
+                lock = late[queue].lock
+                about = {"task": lock.task, "id": lock.ref.task_id, "entry": lock.entry, "queue": queue}
+                reason = f"{delivery.unread}. {delivery.way_out[0].upper()}{delivery.way_out[1:]}"
+                log.warning("beat: Messages wait in queue '%(queue)s'", event="unread", **about, reason=reason)
+
+    def _is_late(self, lock: Waiting) -> bool:
+        """Return whether a lock is queued for so long that its message is worth a line in the log."""
+        return lock.age >= (lock.delay or 0.0) + DOUBTED_AFTER * (self._patience or PAUSE)
+
+
+def _forget(noted: dict[str, float]) -> None:
+    """Remove the queues that were noted so long ago that they are logged or checked again."""
+    for queue in [queue for queue, at in noted.items() if at <= time.monotonic() - DOUBTED_EVERY]:
+        del noted[queue]

@@ -79,6 +79,18 @@ METRICS: Mapping[str, Metric] = {
             "gauge",
             "1: the schedule's server answers. 0: it does not, and the following gauges are missing.",
         ),
+        Metric(
+            "singlebeat_redis_refuses",
+            "gauge",
+            "1: the schedule's server refuses a command that beat needs, as all writes when its memory is full, or "
+            "another program has spoilt a key of the schedule; nothing is sent.",
+        ),
+        Metric(
+            "singlebeat_schedule_lost",
+            "gauge",
+            "1: the server has lost the schedule, or its last changes, as a beat has noticed; for a day, or until a "
+            "program adds an entry.",
+        ),
         Metric("singlebeat_term", "gauge", "Number of the present term."),
         Metric(
             "singlebeat_standbys",
@@ -198,11 +210,14 @@ class BeatMetrics:
         yield METRICS["singlebeat_renewal_seconds"].gauge(self.lease.took_s)
         try:
             state = self._state()
+            refused = ticks_refusal(self.app, client=self._client)
         except RedisError:
             yield METRICS["singlebeat_redis_up"].gauge(0)
             return
         for name, value in {
             "redis_up": 1,
+            "redis_refuses": bool(refused),
+            "schedule_lost": bool(state.lost),
             "term": float(state.leader.get("term") or 0),
             "standbys": len(state.standbys),
             "lease_left_seconds": state.lease_left,

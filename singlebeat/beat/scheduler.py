@@ -309,6 +309,9 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if self._metrics is not None:
             self._metrics.progress()
         self._service_manager.progress()
+        if self.lease.keys.lock is None and self.server_time.is_known:
+            with suppress(RedisError):  # the tick itself finds that out
+                self.lease.give_sign()
 
     def _ask_time(self) -> None:
         self.server_time.ask(schedule_client(self.app), Keys.of(self.app).schedule)
@@ -370,7 +373,10 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if term != self._gained:
             self._end_term()  # the earlier term is over, even if no other beat has led since
             if term.token:
-                facts = {"term": term.number, "leader": term.leader}
+                facts: dict[str, object] = {"term": term.number, "leader": term.leader}
+                if term.expired:
+                    why = "it has died, hangs, or did not reach the schedule's server"
+                    facts["reason"] = f"{self._stands_by_for} did not renew the lock for {self.lock_timeout:g} s: {why}"
                 self._log_change("beat: Acquired lock: this beat leads", event="leadership_gained", **facts)
             if term.lost and term.lost != self._vanished_in:
                 self._note_loss(_forgotten(term.lost))

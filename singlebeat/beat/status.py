@@ -23,7 +23,7 @@ from .entries.pauses import READ_PAUSES, Pauses
 from .entries.statics import owner_of
 from .keys import Keys
 from .leadership.clock_guard import LONGEST_STEP_BACK
-from .leadership.lease import why_leaderless
+from .leadership.lease import STAY, why_leaderless
 from .server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 
 if TYPE_CHECKING:
@@ -51,12 +51,12 @@ OVERDUE_AFTER = 5.0
 #: Seconds by which an entry may be overdue before its schedule is not healthy.
 MAX_LAG = 60.0
 
+#: The fraction of its lease that a leader has left while it lives, which renews it after each third.
+RENEWED = 0.6
+
 #: Most entries that are read: to leave out those that RedBeat does not send yet, although their places have passed, and
 #: to see whether an entry waits for a clock that was set back.
 MOST_READ = 1000
-
-#: Where beats share the work: seconds without a sign of life after which no beat works. Each beat gives one every 10 s.
-SILENT_AFTER = 30.0
 
 #: The fate of an unusable entry that no beat has checked yet, in words.
 QUARANTINED_LATER = "beat quarantines it when its time comes, unless it is corrected before"
@@ -105,7 +105,7 @@ class ScheduleStatus:
     entry_lag: float = 0.0  #: how late the most overdue entry is
     pending_lag: float = 0.0  #: how late the oldest pending occurrence is; 0 while a beat of RedBeat leads
     is_shared: bool = False  #: leadership is switched off: all beats share the work
-    silent: float | None = None  #: since a beat has last noted the time by which it decides; None if no beat ever has
+    silent: float | None = None  #: since a beat has last given a sign of life; None if no beat ever has
     now: float = 0.0  #: seconds since 1970
     host_ahead: float = 0.0  #: by which the clock of this host is ahead of the server's
     #: by which the server's clock is behind the latest time by which a beat has decided; 0 if no entry waits for that
@@ -122,7 +122,7 @@ class ScheduleStatus:
     def works(self) -> bool:
         """Whether a beat leads or, where leadership is switched off, some beat works."""
         if self.is_shared:
-            return self.silent is not None and self.silent < SILENT_AFTER
+            return bool(self.standbys)
         return self.locked or bool(self.leader)
 
     def pause_over(self, policy: EntryPolicy) -> Pause | None:
@@ -169,6 +169,19 @@ class ScheduleStatus:
             "killed, or hangs. (If it lives, it has not noticed a new or changed entry yet: it polls every 300 s, or "
             f"as beat_max_loop_interval says.) Its lock ends by itself in {self.lease_left:.0f} s. If no process of "
             "RedBeat runs any more, end it now: celery singlebeat resign"
+        )
+
+    @property
+    def leader_silent(self) -> str:
+        """That the leader seems to be dead while entries are overdue, and what follows; empty if it does not."""
+        lease = _number(self.leader.get("lease_ms")) / 1000
+        if not self.overdue or self.lease_left >= lease * RENEWED:
+            return ""
+        next_ = "a standby takes over then" if self.standbys else "no beat stands by: start one"
+        return (
+            f"the leader, {self.leader.get('host', '?')}, pid {self.leader.get('pid', '?')}, has not renewed the lock "
+            f"for {lease - self.lease_left:.0f} s, and {self.overdue_entries}: it was killed, hangs, or does not reach "
+            f"the schedule's server. Unless it renews the lock, that ends in {self.lease_left:.0f} s; {next_}"
         )
 
     @property
@@ -300,8 +313,7 @@ class ScheduleStatus:
         now = server_time.timestamp()
         with client.pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.lease.leader)
-            # All members, without a limit by time: standbys trim this set, and without standbys the set expires.
-            pipe.zrange(keys.lease.standbys, 0, -1)
+            pipe.zrange(keys.lease.standbys, 0, -1, withscores=True)
             pipe.pttl(keys.lock or keys.lease.leader)
             pipe.zcard(keys.schedule)
             pipe.zcount(keys.schedule, 0, now)
@@ -310,16 +322,16 @@ class ScheduleStatus:
             pipe.zrangebyscore(keys.schedule, "(0", now, start=0, num=1, withscores=True)
             pipe.zcard(keys.pending)
             pipe.hlen(keys.quarantine)
-            pipe.get(keys.alive)
-            pipe.get(keys.clock)  # older beats write only this key
+            pipe.get(keys.clock)
             pipe.get(keys.lost)
             pipe.execute_command("EVAL", READ_PAUSES.text, 1, keys.pauses)
             if names:
                 pipe.hgetall(keys.quarantine)
-            leader, standbys, ttl, entries, due, overdue, first, pending, quarantined, *rest = pipe.execute()
-            alive, clock, lost, many, *rest = rest
+            leader, signs, ttl, entries, due, overdue, first, pending, quarantined, *rest = pipe.execute()
+            clock, lost, many, *rest = rest
         pauses = Pauses.of(many)
-        beats = [_decode_standby(text) for text in standbys]
+        seen = {text: until / 1000 - STAY for text, until in signs}
+        beats = [_decode_standby(text) for text, at in seen.items() if abs(now - at) < STAY]
         working, others = beats if keys.lock is None else [leader], Config.of(app).singlebeat_other_app_check
         apps = {beat.get("app", "") for beat in working} - {"", owner_of(app)} if others != "ignore" else set()
         set_back = _number(clock) - now
@@ -331,9 +343,9 @@ class ScheduleStatus:
             member.removeprefix(keys.prefix): quarantine_record(text)
             for member, text in (rest[0] if names else {}).items()
         }
-        noted_at = _number(alive or clock)
-        if noted_at > now + SILENT_AFTER:  # of a wrong clock: a working beat would have noted another time since
-            noted_at = 0.0
+        # Signs end, and a beat that leads gives none: the time by which a beat has last decided counts, too.
+        # A time ahead is of a wrong clock: a working beat would have noted another one since.
+        noted_at = max((at for at in (*seen.values(), _number(clock)) if at < now + STAY), default=0.0)
         if overdue and ttl > 0 and not leader:
             idle, first = _count_idle(app, client, keys, now)
             due, overdue = due - idle, overdue - idle

@@ -23,6 +23,7 @@ WORKER = '{instance="worker-1"}'
 #: A fleet in which all is well: series and its values, as ``promtool`` writes them.
 HEALTHY = {
     **{f"singlebeat_{name}{of}": "1x90" for of in (BEAT, STANDBY) for name in ("standbys", "redis_up")},
+    **{f"singlebeat_{name}{BEAT}": "0x90" for name in ("redis_refuses", "schedule_lost")},
     **{f"singlebeat_tick_duration_seconds_count{of}": "0+60x90" for of in (BEAT, STANDBY)},
     **{f'singlebeat_build_info{{version="1.0",instance="{of}"}}': "1x90" for of in ("beat-1", "worker-1")},
     f"singlebeat_leader{BEAT}": "1x90",
@@ -58,6 +59,8 @@ CASES: list[tuple[str, Mapping[str, str | None], int, int]] = [
     ("NoBeatStandsBy", {f"singlebeat_standbys{of}": "1x9 0x80" for of in (BEAT, STANDBY)}, 14, 16),
     ("BeatIsStuck", {f"singlebeat_tick_duration_seconds_count{BEAT}": "0+60x9 600x80"}, 11, 16),
     ("ScheduleUnreachable", {f"singlebeat_redis_up{BEAT}": "1x9 0x80"}, 10, 12),
+    ("ScheduleUnreachable", {f"singlebeat_redis_refuses{BEAT}": "0x9 1x80"}, 10, 12),
+    ("ScheduleIsLost", {f"singlebeat_schedule_lost{BEAT}": "0x9 1x80"}, 8, 10),
     ("BeatIsBehind", {f"singlebeat_lag_seconds{BEAT}": "0x9 61+60x80"}, 8, 10),
     ("MessagesAreNotSent", {f"singlebeat_pending_occurrences{BEAT}": "0x9 3x80"}, 14, 16),
     ("RunsAreMissed", {'singlebeat_decisions_total{decision="missed",kind="scheduled"}': "0x9 1x80"}, 9, 11),

@@ -12,9 +12,10 @@ import pytest
 from celery.schedules import schedule
 
 from singlebeat import Entry, Schedule
-from singlebeat.beat.lost_messages import MOST, LostMessages, Waiting, examine
+from singlebeat.beat.lost_messages import MOST, Found, LostMessages, Waiting, examine
 from singlebeat.beat.store.history import Record
 from singlebeat.locks import backend_of, worker_name
+from singlebeat.locks.base import Ref
 from singlebeat.locks.key import suspects_key
 from tests.support import APP, ROOT, CeleryProcess, measured, wait_until
 from tests.system.apps import make_app
@@ -179,6 +180,34 @@ def test_a_lock_long_in_doubt_is_named_with_its_way_out(celery, app, ask, redis,
     ask("unlock", "--force", first.task_id, until="free; it was held by")
     sent_again(app, "purged", after=1)
     assert len(beat.matches(f"event=in_doubt .*id={first.task_id}")) == 1
+
+
+def test_a_queue_that_no_worker_reads_is_logged_once(celery, app):
+    celery("worker", "-c", "1").ready()
+    seen(app)
+    entry(app, "unread", options={"queue": "later"})
+    beat = celery(*BEAT, conf={"singlebeat_lost_after": 0.5})
+    (first,) = sent_again(app, "unread")
+
+    beat.wait_for(
+        rf"WARNING.*beat: Messages wait in queue 'later' event=unread .*id={first.task_id} .*no worker that answers "
+        r"reads queue later \(they read celery\)\. Start a worker with -Q later"
+    )
+    skipped(app, "unread", first.task_id, len(records(app, "unread", "skipped_overlap")) + 3)
+    assert len(beat.matches("event=unread")) == 1
+    assert not beat.matches("event=in_doubt")
+
+
+def test_a_queue_that_a_worker_reads_slowly_is_not_logged_as_unread(celery, app, caplog):
+    celery("worker", "-c", "1", "-Q", "celery,later").ready()
+    seen(app)
+    search = LostMessages(app)
+    waiting = Waiting(Ref("k", "x"), "t", 0.0, 1000.0, 3600.0, True, "later", "", "e", 0.0, "", None)
+
+    for queue in ("later", "unread"):
+        search._log_unread([Found(waiting, "", "its message waits", queue=queue)], backend_of(app))
+
+    assert re.findall(r"event=unread .*queue=(\w+)", caplog.text) == ["unread"]
 
 
 @pytest.mark.parametrize("results", [True, False], ids=["results", "no results"])

@@ -490,6 +490,23 @@ def test_tools_ask_a_server_that_hangs_once(server, own_server, cli, hanging, mo
         assert "The schedule is kept there, too: nothing is sent until it answers" in str(said)
 
 
+@pytest.mark.parametrize(("master", "is_same"), [("main", True), ("other", False)])
+def test_doctor_says_that_nothing_is_sent_without_the_master_of_sentinels(server, cli, master, is_same):
+    sentinels = "sentinel://127.0.0.1:1;sentinel://127.0.0.1:2"
+    conf = {
+        "broker_transport_options": {"master_name": "main"},
+        "redbeat_redis_options": {"master_name": "main"},
+        "result_backend": f"{sentinels}/1",
+        "result_backend_transport_options": {"master_name": master},
+        "singleton_backend_url": server.url,
+    }
+    with make_app(sentinels, conf) as app:
+        told = cli("doctor", app=app, code=2).output
+
+    assert ("The schedule is kept there, too: nothing is sent until it answers" in told) is is_same
+    assert ("Beat still sends" in told) is not is_same
+
+
 def test_doctor_says_that_nothing_is_sent_without_the_server_of_the_locks(server, redis, own_server, cli):
     with make_app(server.celery_url, {"result_backend": own_server.celery_url, "singleton_backend_url": None}) as app:
         own_server.kill()

@@ -15,7 +15,7 @@ from redis import Redis
 from redis.exceptions import LockError, RedisError, ResponseError
 
 from singlebeat.beat.keys import LeaseKeys
-from singlebeat.beat.leadership.lease import SHARE_EVERY, STAY, Lease, Term, resign
+from singlebeat.beat.leadership.lease import SHARE_EVERY, SIGNS_KEPT, STAY, Lease, Term, resign
 from tests.support import RedisServer, at_once, wait_until, without
 
 KEYS = LeaseKeys("redbeat::lock", "redbeat::leader", "redbeat::term", "redbeat::standbys", "redbeat::resigned")
@@ -743,7 +743,7 @@ def test_beats_that_share_the_work_are_named_while_they_live(make, redis, clock,
         patch.setattr("socket.gethostname", lambda: "elsewhere")
         other.acquire()
     assert {standby["host"] for standby in standbys(redis)} == {socket.gethostname(), "elsewhere"}
-    assert 0 < redis.pttl(KEYS.standbys) <= STAY * 1000
+    assert 0 < redis.pttl(KEYS.standbys) <= SIGNS_KEPT * 1000
 
     one.acquire()
     sent = redis.info("commandstats")["cmdstat_zadd"]["calls"]

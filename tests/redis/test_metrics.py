@@ -262,6 +262,25 @@ def test_an_unreachable_server_is_a_metric_and_not_ready():
         assert metrics.answer("/else")[0] == 404
 
 
+def test_a_server_that_refuses_writes_is_a_metric(metrics, redis):
+    def scraped() -> list[float]:
+        text = metrics.answer("/metrics")[2].decode()
+        return [value(text, f"singlebeat_redis_{name}") for name in ("up", "refuses")]
+
+    assert scraped() == [1, 0]
+    redis.config_set("maxmemory", "1")
+    try:
+        assert scraped() == [1, 1]
+    finally:
+        redis.config_set("maxmemory", "0")
+
+
+def test_a_schedule_that_the_server_has_lost_is_a_metric(metrics, redis):
+    assert value(metrics.answer("/metrics")[2].decode(), "singlebeat_schedule_lost") == 0
+    redis.set("redbeat::lost", "2026-11-23T20:41:53+00:00 it is gone")
+    assert value(metrics.answer("/metrics")[2].decode(), "singlebeat_schedule_lost") == 1
+
+
 def test_a_tick_that_makes_progress_is_healthy_however_long_it_takes(server, redis, bench_on):
     """A liveness probe that fails would end this beat, and the next one would begin the same tick."""
     answers = list[int]()

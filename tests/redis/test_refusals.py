@@ -19,9 +19,9 @@ from singlebeat import clocked
 from singlebeat.beat import store
 from singlebeat.beat.delivery import Reader
 from singlebeat.beat.keys import Keys
-from singlebeat.beat.leadership.clock_guard import STORED_EVERY
-from singlebeat.beat.leadership.lease import Lease
-from singlebeat.beat.status import SILENT_AFTER, ScheduleStatus
+from singlebeat.beat.leadership.lease import STAY, Lease
+from singlebeat.beat.result_backend import ResultBackendError
+from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.probe import LOCKS, SCHEDULE, Needs
 from singlebeat.connections import ResponseError
 from singlebeat.diagnosis.workers import Workers
@@ -159,12 +159,45 @@ def test_every_tool_names_the_command_that_the_acl_lacks(cli, bench, lacking, mo
     lack = [where for where, needs in zip(servers, (SCHEDULE, LOCKS), strict=True) if command in needed(needs)]
     assert said == {(where.removeprefix("the "), grant(command)) for where in lack}
     assert {"workers"} <= {row["about"] for row in rows}, "the other parts go on"
+    promised = {"calls of Singletons", "due entries"} & {row["about"] for row in rows}
+    assert not (lack and promised)
     lines = {f"Error: {server}: {grant(command)}" for server in servers}
     for tool, result in outputs:
         text = result.output.strip()
         assert result.exit_code < 2 or text in lines, f"{tool}: {text}"
         assert "permission" not in text, f"{tool}: {text}"
         assert "can't run" not in text, f"{tool}: {text}"
+
+
+def test_the_doctor_promises_nothing_of_a_broker_that_lacks_rights(cli, server, redis):
+    with without(server, "lpush") as broker, make_app(broker, {"redbeat_redis_url": server.url}) as app:
+        told = cli("doctor", app=app, code=None).output
+
+    assert "one write" not in told
+
+
+HELLO = (
+    "HELLO must be called with the client already authenticated, otherwise the HELLO AUTH <user> <pass> option can be "
+    "used to authenticate the client and select the RESP protocol version at the same time"
+)
+
+
+def test_a_login_that_is_refused_by_hello_has_advice():
+    told = with_advice(ResponseError(HELLO))
+
+    assert told == f"{HELLO}. Correct the user and the password in its URL or its options"
+
+
+def test_doctor_says_that_the_password_of_the_result_backend_is_wrong(findings, bench, monkeypatch):
+    monkeypatch.setattr(
+        "singlebeat.diagnosis.doctor.finding.check_results", Mock(side_effect=ResultBackendError(HELLO))
+    )
+
+    ((level, text),) = findings("result backend", app=bench.app)
+
+    assert level == "problem"
+    assert text.endswith("Correct the user and the password in result_backend")
+    assert "Start the backend" not in text
 
 
 @pytest.mark.parametrize(("command", "option"), [("select", "db=1"), ("client|setname", "client_name=ours")])
@@ -654,8 +687,10 @@ def test_beats_that_share_the_work_are_missed_when_none_works(findings, probe, c
     shared.put()
     if ever:
         shared.tick()
-        redis.incrbyfloat("redbeat::alive", -1000)
-    since = r"for 10\d\d s" if ever else "ever"
+        (sign,) = redis.zrange("redbeat::standbys", 0, -1)
+        redis.zincrby("redbeat::standbys", -200_000, sign)
+        redis.incrbyfloat("redbeat::clock", -200)
+    since = r"for 20\d s" if ever else "ever"
 
     code, text = probe(app=shared.app)
     assert code == 503
@@ -671,27 +706,41 @@ def test_beats_that_share_the_work_are_missed_when_none_works(findings, probe, c
 
 
 def test_a_sign_of_life_by_a_clock_that_was_ahead_hides_no_dead_beat(shared, redis):
+    shared.tick()
+    (sign,) = redis.zrange("redbeat::standbys", 0, -1)
+    redis.zadd("redbeat::standbys", {sign: 1000 * (redis.time()[0] + STAY + 3600)})
+    redis.set("redbeat::clock", redis.time()[0] + 3600)
+
+    state = ScheduleStatus.of(shared.app)
+
+    assert (state.works, state.silent) == (False, None)
+
+
+def test_a_beat_that_shares_the_work_is_seen_each_second(shared, cli, redis):
+    shared.put()
+    shared.scheduler().tick()
+    redis.incrbyfloat("redbeat::clock", -9)  # written every 10 s
+    assert re.search("a beat was last seen [01] s ago", cli("status", app=shared.app).output)
+
+    (sign,) = redis.zrange("redbeat::standbys", 0, -1)
+    redis.zincrby("redbeat::standbys", -1000 * STAY, sign)
+
+    assert re.search("a beat was last seen [5-9] s ago", cli("status", app=shared.app).output)
+    assert "no beat works: there was no sign of one for" in cli("health", app=shared.app, code=1).output
+    assert "beat: no beat works" in cli("doctor", app=shared.app, code=1).output
+    assert cli("explain", "e", app=shared.app).output.startswith("No beat works: ")
+
+
+def test_a_beat_gives_signs_of_life_in_a_long_tick(shared, redis):
+    shared.put()
     beat = shared.scheduler()
     beat.tick()
-    now = beat.server_time.now()
+    (sign,) = redis.zrange("redbeat::standbys", 0, -1)
+    redis.zincrby("redbeat::standbys", -1000 * STAY, sign)
+    beat.lease._share_at, beat._ticking = 0.0, True  # as a second later
 
-    shared.tick(at=now + timedelta(hours=1))
-    assert not ScheduleStatus.of(shared.app).works
-    shared.tick(at=now)
+    beat._report_progress()
 
-    assert ScheduleStatus.of(shared.app).works
-    assert float(redis.get("redbeat::clock")) > now.timestamp() + 3000
-
-
-def test_a_beat_that_shares_the_work_gives_signs_of_life_in_time(shared, redis):
-    beat = shared.scheduler()
-    beat.tick()
-    first = float(redis.get("redbeat::alive"))
-
-    shared.tick(at=beat.server_time.now() + STORED_EVERY)
-
-    assert float(redis.get("redbeat::alive")) > first
-    assert STORED_EVERY.total_seconds() * 2 < SILENT_AFTER
     assert ScheduleStatus.of(shared.app).works
 
 

@@ -39,7 +39,7 @@ from singlebeat.beat.entries.fields import BATCH
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.entries.timetable import Timetable
-from singlebeat.beat.leadership.lease import Term
+from singlebeat.beat.leadership.lease import Term, identity
 from singlebeat.beat.plain_task import PlainTask
 from singlebeat.beat.scheduler import POLL_INTERVAL
 from singlebeat.beat.status import ScheduleStatus
@@ -1995,6 +1995,26 @@ def test_one_leads_and_the_other_stands_by_and_follows(bench, caplog):
 
     assert bench.names == ["e"]
     assert "this beat leads event=leadership_gained term=2 leader=" in caplog.text
+
+
+@pytest.mark.parametrize("ended", ["by itself", "by its leader"])
+def test_a_new_leader_logs_whom_it_follows_if_that_one_died(bench, caplog, ended):
+    caplog.set_level("INFO")
+    leader, standby = bench.scheduler(), bench.scheduler()
+    leader.tick()
+    standby.tick()
+    if ended == "by itself":
+        bench.redis.pexpire(LOCK, 300)
+        standby.tick()
+        wait_until(lambda: not bench.redis.exists(LOCK), what="the end of the lock")
+    else:
+        leader.close()
+
+    standby.tick()
+
+    (line,) = [line for line in caplog.text.splitlines() if "leadership_gained term=2" in line]
+    told = f'reason="{identity()} did not renew the lock for 10 s: it has died, hangs, or did'
+    assert (told in line) is (ended == "by itself")
 
 
 def test_a_standby_writes_only_that_it_stands_by(bench):

@@ -335,6 +335,21 @@ def test_a_killed_redbeat_is_explained_with_a_remedy():
     assert "Beat is behind" not in text
 
 
+def test_a_leader_that_renews_no_longer_is_explained():
+    leader = {"host": "vm", "pid": "7", "lease_ms": "10000"}
+    state = ScheduleStatus(leader, [], True, 2.0, 3, 1, 1, 7.0, 0, {}, entry_lag=7.0)
+
+    text = said(state=state)
+    assert (
+        "The leader, vm, pid 7, has not renewed the lock for 8 s, and 1 entry is overdue, the first by 7 s: it was "
+        "killed, hangs, or does not reach the schedule's server. Unless it renews the lock, that ends in 2 s; no beat "
+        "stands by: start one."
+    ) in text
+    assert "Beat is behind" not in text
+    assert "in 2 s; a standby takes over then." in said(state=replace(state, standbys=[{"host": "vm"}]))
+    assert "Beat is behind" in said(state=replace(state, lease_left=7.0))
+
+
 def test_a_skipped_run_names_the_workers_that_free_no_lock():
     skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
     queued, running = (HeldLock("k", "x", state, 20.0, 30.0) for state in ("queued", "running"))

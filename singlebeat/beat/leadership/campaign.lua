@@ -22,8 +22,9 @@
 --
 -- returns  the number of our term, and the time of the server (seconds, microseconds). The number is 0 if another beat
 --          leads or is to lead. Then the script has only stored that we stand by, and shortened a lock that would
---          outlive its lease because the server's clock was set back. It is -1 if another program has written something
---          else into term than a number as this script counts them: no beat can lead then, and nothing is written
+--          outlive its lease because the server's clock was set back; a fourth number says when the lock ends unless
+--          it is renewed (ms), 0 if none is held. It is -1 if another program has written something else into term
+--          than a number as this script counts them: no beat can lead then, and nothing is written
 
 local lock, leader, term, standbys, resigned = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local token, ttl, host, pid, last, standby, stay = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[6], ARGV[7], ARGV[8]
@@ -38,7 +39,7 @@ local function stand_by()
   redis.call("ZREMRANGEBYSCORE", standbys, "-inf", string.format("%.0f", now))
   redis.call("ZADD", standbys, string.format("%.0f", now + stay), standby)
   redis.call("PEXPIRE", standbys, stay)
-  return {0, time[1], time[2]}
+  return {0, time[1], time[2], math.max(0, redis.call("PTTL", lock))}
 end
 
 -- Numbers with more digits would not come out of Lua as they are, and INCR refuses leading zeros.

@@ -30,8 +30,7 @@ LONGEST_STEP_BACK = timedelta(hours=3)
 #: The last second before the year 10000: a later place is no time in seconds since 1970.
 LAST_INSTANT = datetime.max.replace(microsecond=0, tzinfo=UTC).timestamp()
 
-#: How old the stored time may be. The next leader compares it in hours, and beats that share the work store a sign of
-#: life with it.
+#: How old the stored time may be. The next leader compares it in hours.
 STORED_EVERY = timedelta(seconds=10)
 
 LONG_AGO = datetime.min.replace(tzinfo=UTC)
@@ -102,8 +101,6 @@ class Clock:
             pipe.zrangebyscore(keys.schedule, f"({LAST_INSTANT!r}", "+inf", start=0, num=BATCH, withscores=True)
             pipe.get(keys.clock)  # not SET with GET, which would leave a key of another type as it is
             pipe.set(keys.clock, repr(self._latest.timestamp()))
-            if not term.token:
-                pipe.set(keys.alive, repr(now.timestamp()))  # the latest time may lie ahead for hours
             places, before, *_ = pipe.execute()
         if places:
             self.client.zadd(keys.schedule, {member: 0 for member, _ in places}, xx=True)

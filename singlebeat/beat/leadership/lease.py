@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -24,7 +25,7 @@ from ..keys import Keys, LeaseKeys
 from ..server_time import DIFFERS_FROM, ServerTime
 from ..share import ALL, Share
 
-__all__ = ("SHARE_EVERY", "STAY", "Lease", "Term", "resign", "why_leaderless")
+__all__ = ("SHARE_EVERY", "SIGNS_KEPT", "STAY", "Lease", "Term", "resign", "why_leaderless")
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -46,6 +47,12 @@ STAY = 5.0
 #: Where leadership is switched off: seconds between two signs of life of a beat.
 SHARE_EVERY = 1.0
 
+#: Where leadership is switched off: seconds for which the last signs of life are kept when no beat gives one any more,
+#: so that operators read since when.
+SIGNS_KEPT = 300.0
+
+#: Longest pause of campaigns in seconds after which this beat knows whether the lock has ended by itself.
+LATEST_SEEN = 2.0
 
 #: What PTTL returns of a key that lasts for ever.
 NO_END = -1
@@ -95,6 +102,7 @@ class Term:
     token: str  #: the value of the lock during this term; empty where leadership is switched off
     lost: int = 0  #: number of an earlier term that the server has forgotten with its other data; 0 if none is known
     leader: str = field(default_factory=identity)  #: host and pid of the beat that leads
+    expired: bool = False  #: it began when the lock of another beat had ended, which had not renewed it
 
 
 class Lease:
@@ -134,6 +142,7 @@ class Lease:
         self.forgotten = 0
         self._standby, self._since = "", ""
         self._trusted_until = 0.0
+        self._held_at, self._held_until = 0.0, math.inf  #: the last campaign that met a lock, and when that lock ends
         #: Our part of the work: all of it while we lead. Where leadership is switched off, beats share the work.
         self.share = ALL
         self._share_at = 0.0  #: when to give the next sign of life; 0: at once
@@ -150,7 +159,7 @@ class Lease:
         if self._stopped:
             return None
         if self.keys.lock is None:
-            self._give_sign()
+            self.give_sign()
             return Term(0, "")
         if (term := self.term()) is not None:
             return term
@@ -172,16 +181,19 @@ class Lease:
         self._token = token  # from now on the lock may hold it, even if no reply arrives
         asked = self.server_time.asked()
         number, *shown = map(int, script(__package__, "campaign")(self._client, keys, args))
-        self.server_time.heard(shown, asked)
+        self.server_time.heard(shown[:2], asked)
         if number < 0:  # nothing was written: the token of the lock is the one that it was
             self._known = 0  # so that the terms which begin anew are no sign of a loss
             raise ResponseError(why_leaderless(self._client, self.keys) or "its terms could not be read for a moment")
         self._last_token, self._token = token, ""
         if not number:
+            self._held_at, self._held_until = asked_at, asked_at + (shown[2] / 1000 or math.inf)
             return None
+        expired = self._held_until <= self._clock() and asked_at - self._held_at < LATEST_SEEN
+        self._held_until = math.inf
         self._standby = self._since = ""
         self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
-        self._term = Term(number, token, self._known if number <= self._known else 0)
+        self._term = Term(number, token, self._known if number <= self._known else 0, expired=expired)
         self._known = number
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._keep_renewing, name="singlebeat-lease", daemon=True)
@@ -191,9 +203,13 @@ class Lease:
     def _now(self) -> str:
         return self.server_time.now().isoformat(timespec="seconds")
 
-    def _give_sign(self) -> None:
-        """Give a sign of life, where leadership is switched off, and share the work with the beats that do the same."""
-        if self._clock() < self._share_at:
+    def give_sign(self) -> None:
+        """Give a sign of life, where leadership is switched off, and share the work with the beats that do the same.
+
+        Raises:
+            RedisError: the server does not answer.
+        """
+        if self._clock() < self._share_at or self._stopped:
             return
         if self._client is None:
             self._client = self._connect()
@@ -208,7 +224,7 @@ class Lease:
             # Signs from before the server's clock was set back, and not those that another beat gives at this moment.
             pipe.zremrangebyscore(key, f"({until + STAY * 1000!r}", "+inf")
             pipe.zadd(key, {self._standby: until})
-            pipe.pexpire(key, round(STAY * 1000))
+            pipe.pexpire(key, round(SIGNS_KEPT * 1000))
             pipe.zrange(key, 0, -1)
             *_, signs = pipe.execute()
         others = frozenset(self._sharing(signs)) - {identity()}

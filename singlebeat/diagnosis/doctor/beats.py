@@ -81,7 +81,7 @@ def _leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
     elif state.is_shared:
         named = ", ".join("{host} (pid {pid}, since {since})".format_map(beat) for beat in state.standbys)
         text = f"{len(state.standbys)} beats share the work{named and ': '}{named}. A beat that dies is missing here"
-        text += " after 20 s, and doctor does not know how many beats you have started: probe the /healthz of each beat"
+        text += " after 5 s, and doctor does not know how many beats you have started: probe the /healthz of each beat"
         yield Finding("fine" if len(state.standbys) > 1 else "warning", "beat", text)
     elif not state.standbys and (refused := refused and schedule_refusal(app, needs=STANDBY)):
         text = (
@@ -96,6 +96,8 @@ def _leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("problem", "beat", state.redbeat_silent)
     elif state.redbeat_leads:
         yield Finding("warning", "beat", REDBEAT_LEADS)
+    elif state.leader_silent and not schedule.refused:
+        yield Finding("problem", "beat", state.leader_silent)
     elif state.overdue:
         text = f"{state.overdue_entries}. {SEE_LOG}" if state.works and not schedule.refused else state.overdue_entries
         yield Finding("problem", "beat", text)

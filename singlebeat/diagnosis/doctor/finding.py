@@ -20,6 +20,7 @@ from ...connections import (
     is_one_server,
     schedule_client,
     schedule_place,
+    schedule_server,
     what_it_does,
 )
 from ...errors import LockBackendError, SinglebeatError
@@ -64,10 +65,24 @@ class Read:
         self.app = app
         self.error: RedisError | None = None  #: the error of the schedule's server, if it did not answer
 
-    def is_away_with_schedule(self, place: str) -> bool:
-        """Return whether a place is on the schedule's server, which did not answer."""
+    def is_away_with_schedule(self, place: str, *, master: str | None = None) -> bool:
+        """Return whether a place is on the schedule's server, which did not answer.
+
+        Args:
+            master: the name that the sentinels of the place are asked for.
+        """
         away = self.error is not None and what_it_does(self.error) == "does not answer"
-        return away and is_one_server(place, schedule_place(self.app))
+        one_master = master is not None and master == schedule_server(self.app).options.get("master_name")
+        return away and is_one_server(place, schedule_place(self.app), one_master=one_master)
+
+    @property
+    def is_result_backend_away_with_schedule(self) -> bool:
+        """Return whether the result backend is on the schedule's server, which did not answer."""
+        place = result_place(self.app).removeprefix("result backend ")
+        if not place.startswith("sentinel://") or getattr(self.app, "redbeat_redis", None) is not None:
+            return self.is_away_with_schedule(place)
+        master = (self.app.conf.result_backend_transport_options or {}).get("master_name")
+        return self.is_away_with_schedule(place, master=master)
 
     @cached_property
     def _locks(self) -> bool | SinglebeatError:
@@ -120,6 +135,11 @@ class Read:
         """What the schedule's server refuses, and what to do; empty if it refuses nothing that is needed."""
         return schedule_refusal(self.app)
 
+    @cached_property
+    def locks_refused(self) -> str:
+        """What the locks' server refuses, and what to do; empty if it refuses nothing that is needed."""
+        return lock_refusal(self.app)
+
     @property
     def broker_answers(self) -> bool:
         """Whether the broker answers, though it may refuse the questions to workers."""
@@ -137,7 +157,7 @@ class Read:
     @cached_property
     def results(self) -> str:
         """The error of the result backend; empty if the backend answers, or if the app has none."""
-        if self.is_away_with_schedule(result_place(self.app).removeprefix("result backend ")):
+        if self.is_result_backend_away_with_schedule:
             return f"does not answer: {self.error}"
         try:
             check_results(self.app, timeout=Config.of(self.app).singlebeat_socket_timeout)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from ...beat.keys import Keys
 from ...beat.one_write import why_several_writes
 from ...beat.result_backend import result_place
-from ...beat.store.probe import lock_place, lock_refusal
+from ...beat.store.probe import broker_refusal, lock_place
 from ...beat.store.server import Server
 from ...beat.store.spoilt import spoilt_keys
 from ...broker import bounded
@@ -22,6 +22,7 @@ from ...errors import SinglebeatError
 from ...locks import backend_of
 from ...locks.redis import RedisBackend
 from ...locks.send import why_two_writes
+from ...server_errors import is_login_refused
 from .finding import Finding, Read
 
 if TYPE_CHECKING:
@@ -82,22 +83,24 @@ def check_rights(app: Celery, schedule: Read) -> Iterator[Finding]:
     """Check that no server refuses a command; ``check_workers`` checks that the locks' server answers."""
     if schedule.error is None and schedule.refused:
         yield Finding("problem", f"schedule's server {schedule_place(app)}", schedule.refused)
-    if schedule.locks_error is None and (refused := lock_refusal(app)):
-        yield Finding("problem", f"locks' server {lock_place(app)}", refused)
+    if schedule.locks_error is None and schedule.locks_refused:
+        yield Finding("problem", f"locks' server {lock_place(app)}", schedule.locks_refused)
 
 
 def check_result_backend(app: Celery, schedule: Read) -> Iterator[Finding]:
     """Check the result backend, which beat does not use, unless the schedule or the locks are on its server."""
     if wrong := schedule.results:
         place, sent = result_place(app).removeprefix("result backend "), "Beat still sends, but workers wait"
-        if schedule.is_away_with_schedule(place):
+        if schedule.is_result_backend_away_with_schedule:
             sent = "The schedule is kept there, too: nothing is sent until it answers. Workers wait"
         elif schedule.locks_error is not None and is_one_server(place, lock_place(app)):
             sent = "Locks are kept there, too: no run that takes a lock is sent until it answers. Workers wait"
+        advice = "Start the backend, or correct result_backend"
+        if is_login_refused(wrong):
+            advice = "Correct the user and the password in result_backend"
         text = (
             f"it {wrong}. {sent} for the backend after the body of each task, and hold the slot meanwhile. Then the "
-            "run ends without a result, and callers that wait for one get none. Start the backend, or correct "
-            "result_backend"
+            f"run ends without a result, and callers that wait for one get none. {advice}"
         )
         yield Finding("problem", result_place(app), text)
 
@@ -175,11 +178,15 @@ def _visibility(app: Celery) -> Iterator[Finding]:
 
 
 def describe_writes(app: Celery, schedule: Read) -> Iterator[Finding]:
-    """Tell in how many writes calls take their locks and are sent, and due entries as well."""
-    if schedule.locks_error or not schedule.broker_answers:
+    """Tell in how many writes calls take their locks and are sent, and due entries as well; nothing if rights lack."""
+    if schedule.locks_error or not schedule.broker_answers or schedule.locks_refused:
+        return
+    if schedule.error is None and schedule.refused:
         return
     with suppress(Exception), bounded(app.connection_for_write(), Config.of(app).singlebeat_socket_timeout) as broker:
         # An error of a server is named by the other parts.
+        if broker_refusal(app):
+            return
         why = why_two_writes(app, broker)
         text = "they take their locks and are sent in one write: a sender that is killed leaves both or neither"
         several = f"they take their locks and are sent in two writes: {why}"
