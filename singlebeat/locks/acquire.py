@@ -186,9 +186,10 @@ class Plan:
             behind = dataclasses.replace(behind, waits_for=holder if holder.task_id != task_id else None)
             place = dataclasses.replace(self.call.ref, key=behind.queued)
             return Granted(behind, place, wait=self.wait * self.is_of_beat)
-        if holder.task_id == task_id:  # the call was sent before
+        if holder.verdict in {Verdict.RUNNING, Verdict.DONE}:  # the call was sent before
             return Refused(holder)
-        if self.overlap in REPLACING:
+        # Else the holder may have the call's own id: a run that was replaced, and has not ended yet.
+        if self.overlap in REPLACING and holder.task_id != task_id:
             replacing = dataclasses.replace(self.call, ttl=self.wait, if_held=IfHeld.REPLACE)
             behind = dataclasses.replace(behind, waits_for=holder)
             return Granted(behind, replacing=replacing, terminates=self.overlap is Overlap.TERMINATE_OTHER)

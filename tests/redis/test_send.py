@@ -27,11 +27,12 @@ from redis import Redis
 from singlebeat import Singleton, outbox
 from singlebeat.errors import DuplicateTaskError, LockBackendError
 from singlebeat.locks import backend_of
-from singlebeat.locks.base import Ref
+from singlebeat.locks.base import Ref, Renewal
 from singlebeat.locks.key import behind_key
 from singlebeat.locks.redis import SCRIPTS, RedisBackend
 from singlebeat.locks.send import _refused, why_two_writes
 from singlebeat.outbox import Senders
+from singlebeat.overlap import Overlap
 from tests.proxy import LossyProxy
 from tests.support import ROOT, connected, wait_until
 from tests.system.apps import make_app
@@ -449,6 +450,24 @@ def test_a_call_that_terminates_a_run_needs_one_connection(server, redis):
         assert task.delay(1).waits_for.task_id == first.id
 
     assert values(redis) == [1, 1]
+
+
+@pytest.mark.parametrize("backend", [None, "singlebeat.locks.memory:MemoryBackend"], ids=["Redis", "memory"])
+@pytest.mark.parametrize("overlap", Overlap)
+def test_a_call_that_replaces_a_run_is_sent_while_the_run_goes_on(server, redis, overlap, backend):
+    """As the last step of a replacement, which another process sends under the id of the run."""
+    with apps(server.celery_url, singleton_backend_class=backend) as app:
+        task = define(app, overlap=overlap)
+        run = Ref(task.generate_lock(task.name, [1]), "a", nonce="n")
+        task.singleton_backend.begin(run, lease=60, remember_for=60, task=task.name, arguments="1")
+
+        sent = task.apply_async([1], task_id="a", replaced_task_nesting=1)
+        repeated = task.apply_async([1], task_id="a", overlap="skip")
+
+        assert (sent.id, sent.is_duplicate, repeated.is_duplicate) == ("a", False, True)
+        assert task.singleton_backend.renew_many([run], lease=60) == [Renewal.RUNNING]
+    (message,) = messages(redis)
+    assert message["headers"]["replaced_task_nesting"] == 1
 
 
 def test_a_call_of_a_users_own_sender_is_locked_all_the_same(app, redis, monkeypatch):
