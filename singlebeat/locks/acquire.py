@@ -114,13 +114,17 @@ class Granted:
     def note_replaced(self, task: LockableTask, holder: Holder) -> Holder | None:
         """Terminate the run that the sent call waits for, if the call does that; return this run, or None.
 
+        A run that makes the call itself goes on: a part of what it has replaced itself by may have its id.
+
         Args:
             holder: the answer to ``replacing``.
         """
         if holder.verdict is not Verdict.WAITING:
             return None
         about = {"task": task.name, "id": self.ticket.task_id}
-        if self.terminates and holder.state == "running":
+        caller = task.app.current_worker_task
+        is_caller = caller is not None and caller.request.id == holder.task_id
+        if self.terminates and holder.state == "running" and not is_caller:
             try:
                 # Celery holds this connection while it takes a producer with another one from a pool, maybe the last.
                 with task.app.connection_for_write() as connection:

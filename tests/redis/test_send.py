@@ -59,6 +59,18 @@ def apps(url: str, **conf: Any) -> Iterator[Celery]:
         yield app
 
 
+@contextmanager
+def run_of(task: Any, task_id: str) -> Iterator[None]:
+    """Make calls as the body of a run does."""
+    _task_stack.push(task)
+    task.push_request(id=task_id, called_directly=False, children=[])
+    try:
+        yield
+    finally:
+        task.pop_request()
+        _task_stack.pop()
+
+
 def messages(redis: Redis, queue: str = "celery") -> list[dict[str, Any]]:
     """The messages in a queue, the first one first."""
     return [json.loads(raw) for raw in redis.lrange(queue, 0, -1)[::-1]]
@@ -450,6 +462,22 @@ def test_a_call_that_terminates_a_run_needs_one_connection(server, redis):
         assert task.delay(1).waits_for.task_id == first.id
 
     assert values(redis) == [1, 1]
+
+
+@pytest.mark.parametrize("caller", ["a", "b"])
+@pytest.mark.parametrize("broker", ["one write", "two writes"])
+def test_a_call_terminates_no_run_that_makes_it(server, redis, own_server, monkeypatch, caller, broker):
+    revoked, url = [], (own_server if broker == "two writes" else server).celery_url
+    with apps(server.celery_url, broker_url=url) as app:
+        monkeypatch.setattr(app.control, "revoke", lambda task_id, **_: revoked.append(task_id))
+        task = define(app, overlap="terminate_other")
+        run = Ref(task.generate_lock(task.name, [1]), "a", nonce="n")
+        task.singleton_backend.begin(run, lease=60, remember_for=60, task=task.name, arguments="1")
+
+        with run_of(task, caller):
+            assert task.delay(1).waits_for.task_id == "a"
+
+    assert revoked == ([] if caller == "a" else ["a"])
 
 
 @pytest.mark.parametrize("backend", [None, "singlebeat.locks.memory:MemoryBackend"], ids=["Redis", "memory"])
@@ -864,13 +892,8 @@ def test_planning_many_calls_may_send_a_task_itself(server, redis):
 def test_a_duplicate_among_many_calls_is_no_child_of_the_running_task(app, redis):
     task = define(app)
     parent = app.tasks["tests.system.apps.plain"]
-    parent.push_request(id="parent", called_directly=False, children=[])
-    _task_stack.push(parent)
-    try:
+    with run_of(parent, "parent"):
         results = task.apply_async_many(calls_for(1, 1, 2))
         children = list(parent.request.children)
-    finally:
-        _task_stack.pop()
-        parent.pop_request()
 
     assert [child.id for child in children] == [results[0].id, results[2].id]

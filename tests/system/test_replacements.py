@@ -25,7 +25,10 @@ AROUND = {
 BY = [
     "equal",
     "chain(equal)",
+    "chain(equal, other)",
     "chain(other, equal)",
+    "group(equal, other)",
+    "chord([equal, other], other)",
     "chord([other, other], equal)",
 ]
 
