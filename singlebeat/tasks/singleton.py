@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import Task
+from celery.canvas import Signature, _chain, _chord
 from celery.result import AsyncResult
 from celery.utils.imports import symbol_by_name
 from kombu.utils.uuid import uuid
@@ -42,7 +43,7 @@ from .gate import Run, run_under_lock
 from .worker_step import install
 
 if TYPE_CHECKING:
-    from celery import Celery, Signature
+    from celery import Celery
     from kombu import Producer
 
     from ..locks.acquire import Plan
@@ -348,6 +349,17 @@ class Singleton(Task):  # type: ignore[misc]
         """Return the seconds that a message sent with these options may wait for its start."""
         ttl = self.singleton_config.singlebeat_queued_ttl
         return seconds_to_start({"expires": self.expires, **options}, queued_ttl=ttl, now=datetime.now(UTC))
+
+    def on_replace(self, sig: Signature) -> None:
+        """Raise the generation of the part that inherits the id of this run; Celery leaves out the body of a chord."""
+        nesting, parts = (self.request.replaced_task_nesting or 0) + 1, [sig]
+        while parts:
+            part = parts.pop()
+            if part.options.get("task_id") == self.request.id:
+                part.set(replaced_task_nesting=nesting)
+            inner = part.tasks if isinstance(part, _chain) else [part.body] if isinstance(part, _chord) else []
+            parts += [each for each in inner if isinstance(each, Signature)]
+        super().on_replace(sig)
 
     def get_existing_task_id(self, lock: str) -> str | None:
         """Return the id of the task that holds a lock, or None."""
