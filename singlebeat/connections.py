@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+import celery._state
 from redis import Redis, RedisCluster
 
 from .clients import (
@@ -37,6 +38,7 @@ __all__ = (
     "broker_place",
     "check_schedule_server",
     "home_among_brokers",
+    "is_fallback",
     "is_one_server",
     "is_redis",
     "lock_server",
@@ -190,7 +192,18 @@ def lock_server(app: Celery) -> Endpoint:
             return server
     if is_redis(config.redbeat_redis_url):
         return schedule_server(app)
-    raise ConfigError("set singleton_backend_url to a Redis server: neither result_backend nor broker_url is one")
+    message = "set singleton_backend_url to a Redis server: neither result_backend nor broker_url is one"
+    if is_fallback(app):
+        message += (
+            "; these are the settings of Celery's default app, because this thread has no current app: give app=..."
+        )
+        message += " or call set_default() of your app"
+    raise ConfigError(message)
+
+
+def is_fallback(app: Celery) -> bool:
+    """Return whether an app is the one that Celery makes for threads without a current app."""
+    return app is celery._state.default_app and app.main == "default"
 
 
 def _borrowed(setting: str, url: object, tls: object, options: ClientOptions | None) -> Endpoint:

@@ -22,7 +22,7 @@ class Overlap(StrEnum):
     #: The duplicate takes the places of calls that have not started, which end ``REVOKED``. It runs after a call that
     #: runs.
     CANCEL_OTHER = "cancel_other"
-    #: As ``cancel_other``, and a running call is terminated (``prefork`` pool).
+    #: As ``cancel_other``, and a running call is terminated (``prefork`` pool), unless it makes the new one itself.
     TERMINATE_OTHER = "terminate_other"
     #: The duplicate runs beside the other call.
     ALLOW_ALL = "allow_all"

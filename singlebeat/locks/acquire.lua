@@ -39,7 +39,8 @@
 --          (both write nothing if the call may take its place only with the other one)
 --          running   our id holds the lock and has started: do not send again
 --          done      our id ended under this lock: do not send again; another id may hold the lock now
---          held      another id holds the lock or waits for it; nothing was written but the payload
+--          held      another id holds the lock or waits for it; nothing was written but the payload. Or our id runs in a
+--                    lower generation, which our call replaces; nothing was written
 --          unusable  a key has another type, or a field that must be a number is none; the second value is the reason;
 --                    nothing was written
 --          late      the deadline has passed; the fourth value is the server's time; nothing was written
@@ -94,7 +95,7 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   if deadline > 0 and now > deadline then
     return {"late", "", "", now_text, "0", 0, ""}
   end
-  local record = redis.pcall("HMGET", lock, "id", "state", "until", "if_held", "since", "renewed", "uncut")
+  local record = redis.pcall("HMGET", lock, "id", "state", "until", "if_held", "since", "renewed", "uncut", "gen")
   local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, id .. ":replaced")
   local next_record = redis.pcall("HMGET", behind, "id", "until", "if_held", "taken", "since", "uncut")
   local by_itself = redis.pcall("HMGET", turn, "id", "since")
@@ -104,7 +105,7 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   elseif err then
     return {"unusable", err, "", "0", "0", 0, ""}
   end
-  local wrong = wrong_field({"", "until", "uncut"}, {record[3], record[7]})
+  local wrong = wrong_field({"", "until", "uncut", "gen"}, {record[3], record[7], record[8]})
     or wrong_field({behind .. ": ", "until", "taken", "uncut"}, {next_record[2], next_record[4], next_record[6]})
   if wrong then
     return {"unusable", wrong, "", "0", "0", 0, ""}
@@ -158,7 +159,7 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
     is_held = (holder and not evicts_holder) or in_turn
   end
   if not is_held and holder and state == "running" then
-    return reply("running", lock, id)
+    return reply((tonumber(record[8]) or 0) < tonumber(gen) and "held" or "running", lock, id)
   end
 
   local verdict = is_held and "waiting" or "acquired"

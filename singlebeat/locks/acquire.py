@@ -114,13 +114,17 @@ class Granted:
     def note_replaced(self, task: LockableTask, holder: Holder) -> Holder | None:
         """Terminate the run that the sent call waits for, if the call does that; return this run, or None.
 
+        A run that makes the call itself goes on: a part of what it has replaced itself by may have its id.
+
         Args:
             holder: the answer to ``replacing``.
         """
         if holder.verdict is not Verdict.WAITING:
             return None
         about = {"task": task.name, "id": self.ticket.task_id}
-        if self.terminates and holder.state == "running":
+        caller = task.app.current_worker_task
+        is_caller = caller is not None and caller.request.id == holder.task_id
+        if self.terminates and holder.state == "running" and not is_caller:
             try:
                 # Celery holds this connection while it takes a producer with another one from a pool, maybe the last.
                 with task.app.connection_for_write() as connection:
@@ -186,9 +190,10 @@ class Plan:
             behind = dataclasses.replace(behind, waits_for=holder if holder.task_id != task_id else None)
             place = dataclasses.replace(self.call.ref, key=behind.queued)
             return Granted(behind, place, wait=self.wait * self.is_of_beat)
-        if holder.task_id == task_id:  # the call was sent before
+        if holder.verdict in {Verdict.RUNNING, Verdict.DONE}:  # the call was sent before
             return Refused(holder)
-        if self.overlap in REPLACING:
+        # Else the holder may have the call's own id: a run that was replaced, and has not ended yet.
+        if self.overlap in REPLACING and holder.task_id != task_id:
             replacing = dataclasses.replace(self.call, ttl=self.wait, if_held=IfHeld.REPLACE)
             behind = dataclasses.replace(behind, waits_for=holder)
             return Granted(behind, replacing=replacing, terminates=self.overlap is Overlap.TERMINATE_OTHER)

@@ -87,7 +87,7 @@ class Verdict(StrEnum):
     WAITING = "waiting"  #: our task id waits in the place behind the holder
     RUNNING = "running"  #: our task id holds the lock, and its run has started
     STARTED = "started"  #: our run holds the lock
-    HELD = "held"  #: another task id holds the lock
+    HELD = "held"  #: another task id holds the lock, or a run of ours that the call replaces
     COPY = "copy"  #: another delivery of the same message runs
     STALE = "stale"  #: a later generation of our task id holds the lock
     DONE = "done"  #: our task id has ended under this lock

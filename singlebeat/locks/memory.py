@@ -88,7 +88,8 @@ class MemoryBackend(BaseBackend):
         taken, uncut = waiting.taken if waiting else now, now + call.ttl
         if holder and holder.task_id == ref.task_id:
             if holder.state == "running":
-                return self._holder(Verdict.RUNNING, ref)
+                is_replaced = holder.generation < ref.generation
+                return self._holder(Verdict.HELD if is_replaced else Verdict.RUNNING, ref)
             self._put(ref.key, replace(holder, uncut=uncut), call.ttl)
             return self._holder(Verdict.ACQUIRED, ref)
         by_itself = self._live(turn.key)

@@ -17,6 +17,7 @@ from celery.local import Proxy
 from kombu.utils.uuid import uuid
 
 from .. import signals
+from ..connections import is_fallback
 from ..errors import ConfigError, LockBackendError
 from ..locks.base import Holder, Ref, Renewal, Verdict
 from ..locks.key import check_sendable, lock_key, readable
@@ -49,7 +50,8 @@ def exclusive(key: str | Callable[..., str], *, app: Celery | None = None, lease
 
     Args:
         key: any string; for a decorator a format of the arguments (``"feed:{feed_id}"``) or a function of them.
-        app: app whose settings name the locks' server; default: the app of the running task, or else the current app.
+        app: app whose settings name the locks' server; default: the app of the running task, or else the current app
+            of the thread.
         lease: seconds; default: the setting ``singlebeat_lock_lease``.
 
     Raises:
@@ -94,13 +96,13 @@ class Exclusive:
         self._entered = True
         task = current_app.current_worker_task
         app = self._app or (task.app if task else current_app)
+        app = app._get_current_object() if isinstance(app, Proxy) else app
         try:
-            renewer = exclusive_renewer_of(app._get_current_object() if isinstance(app, Proxy) else app)
+            renewer = exclusive_renewer_of(app)
         except ConfigError as exc:
-            if self._app is not None or task is not None:
+            if self._app is not None or task is not None or is_fallback(app):  # the error says so by itself
                 raise
-            # Mostly, the current app is not the caller's: Celery creates an app if no module of an app was imported.
-            which = "no app is current here" if app.main in {None, "default"} else f"the current app is {app.main}"
+            which = f"the current app is {app.main or app}"
             raise ConfigError(f"{exc}; {which}: if yours is another, write exclusive(..., app=app)") from exc
         self.lease = self._lease or renewer.config.singlebeat_lock_lease
         self.name, nonce = task.name if task else NO_TASK, uuid()

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import Task
+from celery.canvas import Signature, _chain, _chord
 from celery.result import AsyncResult
 from celery.utils.imports import symbol_by_name
 from kombu.utils.uuid import uuid
@@ -42,7 +43,7 @@ from .gate import Run, run_under_lock
 from .worker_step import install
 
 if TYPE_CHECKING:
-    from celery import Celery, Signature
+    from celery import Celery
     from kombu import Producer
 
     from ..locks.acquire import Plan
@@ -185,8 +186,8 @@ class Singleton(Task):  # type: ignore[misc]
             key = self.generate_lock(self.name, args, kwargs)
             done = run_eagerly(self, key, task_id, publish, overlap=overlap)
             return self._duplicate(done, args, kwargs, overlap) if isinstance(done, Holder) else done
-        if own is not None:
-            return self._hand_over_and_send(own, options, publish)
+        if (run := own or self._replaced_run(task_id, args, kwargs, options)) is not None:
+            return self._hand_over_and_send(run, options, publish)
         try:
             plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=given)
             sent = send_call(self, plan, publish, producer, options)
@@ -285,6 +286,16 @@ class Singleton(Task):  # type: ignore[misc]
         for args, kwargs, options in calls[len(planned) :]:  # after an error
             yield self.apply_async(args, kwargs, **{"producer": producer, **options})
 
+    def _replaced_run(
+        self, task_id: str, args: Arguments | None, kwargs: NamedArguments | None, options: Options
+    ) -> Ticket | None:
+        """Return the ticket of the run that a call replaces, if the run makes this call and both have the same lock."""
+        run = getattr(self.request, RUN_HEADER, None)
+        # Found by its id: of what ``replace`` sends, one call inherits the id of the run. It may begin a chain.
+        if not isinstance(run, Run) or run.ticket.task_id != task_id or generation(options) <= run.ticket.generation:
+            return None
+        return run.ticket if str(self.generate_lock(self.name, args, kwargs)) == run.ticket.key else None
+
     def _hand_over_and_send(self, run: Ticket, options: Options, publish: Publish) -> AsyncResult:
         """Send a retry or replacement from within its run, and promise the run's lock to the sent call first."""
         backend, successor = self.singleton_backend, run.successor(generation(options))
@@ -298,7 +309,7 @@ class Singleton(Task):  # type: ignore[misc]
             about = {"task": self.name, "id": run.task_id, "reason": exc}
             log.warning("%(task)s[%(id)s] goes on without its lock", event="unlocked", **about)
         try:
-            return publish(headers={**without_deaths(options["headers"]), HEADER: successor.header()})
+            return publish(headers={**without_deaths(options.get("headers")), HEADER: successor.header()})
         except BaseException:
             if promised:
                 self._take_back(run)
@@ -340,15 +351,14 @@ class Singleton(Task):  # type: ignore[misc]
         return seconds_to_start({"expires": self.expires, **options}, queued_ttl=ttl, now=datetime.now(UTC))
 
     def on_replace(self, sig: Signature) -> None:
-        """Hand the lock over to a replacement that is an equal call; else this run holds the lock to its end."""
-        run = getattr(self.request, RUN_HEADER, None)
-        if (
-            isinstance(run, Run)
-            and sig.task == self.name
-            and str(self.generate_lock(self.name, sig.args, sig.kwargs)) == run.ticket.key
-        ):
-            headers = {**(sig.options.get("headers") or {}), HEADER: run.ticket.header()}
-            sig.set(headers=headers)
+        """Raise the generation of the part that inherits the id of this run; Celery leaves out the body of a chord."""
+        nesting, parts = (self.request.replaced_task_nesting or 0) + 1, [sig]
+        while parts:
+            part = parts.pop()
+            if part.options.get("task_id") == self.request.id:
+                part.set(replaced_task_nesting=nesting)
+            inner = part.tasks if isinstance(part, _chain) else [part.body] if isinstance(part, _chord) else []
+            parts += [each for each in inner if isinstance(each, Signature)]
         super().on_replace(sig)
 
     def get_existing_task_id(self, lock: str) -> str | None:

@@ -352,12 +352,52 @@ def test_it_is_entered_once(exclusive):
         pass
 
 
-def test_code_outside_of_an_app_must_name_its_app():
-    code = "import singlebeat\nwith singlebeat.exclusive('a'): pass"
+@pytest.mark.parametrize("has_app", [False, True], ids=["no app", "an app of another thread"])
+@pytest.mark.parametrize("call", ["singlebeat.exclusive('a').__enter__()", "shared.delay()"])
+def test_code_of_a_thread_without_an_app_must_name_its_app(call, has_app):
+    """As in the threads of a web server: an app is the current one of the thread that has made it."""
+    code = f"""
+import threading, celery, singlebeat
+app = celery.Celery("shop", broker="redis://127.0.0.1:1") if {has_app} else None
+@celery.shared_task(base=singlebeat.Singleton)
+def shared(): pass
+def call():
+    {call}
+thread = threading.Thread(target=call)
+thread.start()
+thread.join()
+"""
 
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
 
-    assert "no app is current here: if yours is another, write exclusive(..., app=app)" in done.stderr
+    reason = "these are the settings of Celery's default app, because this thread has no current app: give app=..."
+    assert reason in done.stderr
+
+
+def test_an_app_that_is_the_default_one_is_current_in_each_thread(server, redis):
+    code = f"""
+import threading, celery, singlebeat
+celery.Celery("shop", broker="{server.celery_url}").set_default()
+def call():
+    with singlebeat.exclusive("a") as lock:
+        print(bool(lock))
+thread = threading.Thread(target=call)
+thread.start()
+thread.join()
+"""
+
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_an_error_about_the_current_app_names_that_app():
+    code = "import celery, singlebeat; celery.Celery('shop', broker='amqp://');"
+    code += "singlebeat.exclusive('a').__enter__()"
+
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert "is one; the current app is shop: if yours is another, write exclusive(..., app=app)" in done.stderr
 
 
 # ---------------------------------------------------------------- forks

@@ -240,6 +240,19 @@ def test_a_call_whose_run_has_started_is_not_sent_again(backend, redis, lives, m
     assert redis.hget(LOCK, "nonce") == "n1"
 
 
+@pytest.mark.parametrize("if_held", IfHeld)
+def test_a_call_may_be_sent_that_replaces_a_run_of_its_id(backend, redis, lives, if_held):
+    acquire(backend)
+    run = begin(backend)
+
+    holder = acquire(backend, later(A), if_held=if_held)
+
+    assert (holder.verdict, holder.task_id, holder.state, holder.fence) == (Verdict.HELD, "a", "running", run.fence)
+    assert lives(LEASE)
+    assert redis.hmget(LOCK, "gen", "nonce") == ["0", "n1"]
+    assert begin(backend, later(A, nonce="n2")).verdict is Verdict.STARTED
+
+
 def test_a_call_that_ended_is_not_sent_again(backend, redis):
     acquire(backend)
     begin(backend)

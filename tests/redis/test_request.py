@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import time
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +20,7 @@ from weakref import ref
 import pytest
 from billiard.einfo import ExceptionInfo
 from billiard.exceptions import TimeLimitExceeded
-from celery import Celery, _state, states
+from celery import Celery, _state, chain, chord, states
 from celery.concurrency.solo import TaskPool
 from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.exceptions import Retry, TaskRevokedError
@@ -739,6 +740,27 @@ def test_a_replaced_run_holds_its_lock_until_its_body_is_over(app, deliver, redi
 
     assert held == [(1, result.id)]
     assert backend_of(app).get(lock) is None
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["last", "before a step"])
+def test_an_equal_body_of_a_chord_is_a_later_generation_of_its_run(app, deliver, redis, goes_on):
+    """The body may be sent while the run that it replaces has not ended."""
+
+    def become_a_body(self: Any, user: Any) -> None:
+        self.replace(chord([another.si(user), another.si(user)], self.si(user)))
+
+    another = app.task(same, name="app.another", shared=False)
+    task = app.task(become_a_body, bind=True, name="app.task", base=Singleton, shared=False)
+    call = task.si("a")
+    (chain(call, another.si("a")) if goes_on else call).delay()
+    task_id = json.loads(redis.lindex("celery", -1))["headers"]["id"]
+
+    started(deliver(task))
+
+    embedded = json.loads(b64decode(json.loads(redis.lindex("celery", 0))["body"]))[2]
+    body = embedded["chord"]
+    first = body["kwargs"]["tasks"][0] if body["task"] == "celery.chain" else body
+    assert (first["options"]["task_id"], first["options"]["replaced_task_nesting"]) == (task_id, 1)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])

@@ -27,11 +27,12 @@ from redis import Redis
 from singlebeat import Singleton, outbox
 from singlebeat.errors import DuplicateTaskError, LockBackendError
 from singlebeat.locks import backend_of
-from singlebeat.locks.base import Ref
+from singlebeat.locks.base import Ref, Renewal
 from singlebeat.locks.key import behind_key
 from singlebeat.locks.redis import SCRIPTS, RedisBackend
 from singlebeat.locks.send import _refused, why_two_writes
 from singlebeat.outbox import Senders
+from singlebeat.overlap import Overlap
 from tests.proxy import LossyProxy
 from tests.support import ROOT, connected, wait_until
 from tests.system.apps import make_app
@@ -56,6 +57,18 @@ def define(app: Celery, **options: Any) -> Any:
 def apps(url: str, **conf: Any) -> Iterator[Celery]:
     with make_app(url, conf) as app:
         yield app
+
+
+@contextmanager
+def run_of(task: Any, task_id: str) -> Iterator[None]:
+    """Make calls as the body of a run does."""
+    _task_stack.push(task)
+    task.push_request(id=task_id, called_directly=False, children=[])
+    try:
+        yield
+    finally:
+        task.pop_request()
+        _task_stack.pop()
 
 
 def messages(redis: Redis, queue: str = "celery") -> list[dict[str, Any]]:
@@ -449,6 +462,40 @@ def test_a_call_that_terminates_a_run_needs_one_connection(server, redis):
         assert task.delay(1).waits_for.task_id == first.id
 
     assert values(redis) == [1, 1]
+
+
+@pytest.mark.parametrize("caller", ["a", "b"])
+@pytest.mark.parametrize("broker", ["one write", "two writes"])
+def test_a_call_terminates_no_run_that_makes_it(server, redis, own_server, monkeypatch, caller, broker):
+    revoked, url = [], (own_server if broker == "two writes" else server).celery_url
+    with apps(server.celery_url, broker_url=url) as app:
+        monkeypatch.setattr(app.control, "revoke", lambda task_id, **_: revoked.append(task_id))
+        task = define(app, overlap="terminate_other")
+        run = Ref(task.generate_lock(task.name, [1]), "a", nonce="n")
+        task.singleton_backend.begin(run, lease=60, remember_for=60, task=task.name, arguments="1")
+
+        with run_of(task, caller):
+            assert task.delay(1).waits_for.task_id == "a"
+
+    assert revoked == ([] if caller == "a" else ["a"])
+
+
+@pytest.mark.parametrize("backend", [None, "singlebeat.locks.memory:MemoryBackend"], ids=["Redis", "memory"])
+@pytest.mark.parametrize("overlap", Overlap)
+def test_a_call_that_replaces_a_run_is_sent_while_the_run_goes_on(server, redis, overlap, backend):
+    """As the last step of a replacement, which another process sends under the id of the run."""
+    with apps(server.celery_url, singleton_backend_class=backend) as app:
+        task = define(app, overlap=overlap)
+        run = Ref(task.generate_lock(task.name, [1]), "a", nonce="n")
+        task.singleton_backend.begin(run, lease=60, remember_for=60, task=task.name, arguments="1")
+
+        sent = task.apply_async([1], task_id="a", replaced_task_nesting=1)
+        repeated = task.apply_async([1], task_id="a", overlap="skip")
+
+        assert (sent.id, sent.is_duplicate, repeated.is_duplicate) == ("a", False, True)
+        assert task.singleton_backend.renew_many([run], lease=60) == [Renewal.RUNNING]
+    (message,) = messages(redis)
+    assert message["headers"]["replaced_task_nesting"] == 1
 
 
 def test_a_call_of_a_users_own_sender_is_locked_all_the_same(app, redis, monkeypatch):
@@ -845,13 +892,8 @@ def test_planning_many_calls_may_send_a_task_itself(server, redis):
 def test_a_duplicate_among_many_calls_is_no_child_of_the_running_task(app, redis):
     task = define(app)
     parent = app.tasks["tests.system.apps.plain"]
-    parent.push_request(id="parent", called_directly=False, children=[])
-    _task_stack.push(parent)
-    try:
+    with run_of(parent, "parent"):
         results = task.apply_async_many(calls_for(1, 1, 2))
         children = list(parent.request.children)
-    finally:
-        _task_stack.pop()
-        parent.pop_request()
 
     assert [child.id for child in children] == [results[0].id, results[2].id]

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from celery import Celery
+from celery import Celery, chain, chord, group
 from redis import Redis
 
 from singlebeat import DuplicateTaskError, Singleton, errors
@@ -83,6 +83,25 @@ def become(self: Any, task: str, *args: Any) -> None:
     raise self.replace(self.app.signature(task, args))
 
 
+def replace_itself(self: Any, name: str, by: str, times: int = 1) -> str:
+    """Replace itself by an equal call: by that alone, or as a part of what ``by`` says."""
+    with recorded(name):
+        if not times:
+            return name
+        equal, other = self.si(name, by, times - 1), self.app.tasks[task_name("plain")].si(f"{name}, other", 1, 0)
+        # The last part of a replacement has the id of the task that it replaces.
+        replacements = {
+            "equal": lambda: equal,
+            "chain(equal)": lambda: chain(equal),
+            "chain(equal, other)": lambda: chain(equal, other),
+            "chain(other, equal)": lambda: chain(other, equal),
+            "group(equal, other)": lambda: group(equal, other),
+            "chord([equal, other], other)": lambda: chord([equal, other], other),
+            "chord([other, other], equal)": lambda: chord([other, other], equal),
+        }
+        raise self.replace(replacements[by]())
+
+
 def again(self: Any, name: str) -> str:
     """Call itself from its body, and say what that call raised."""
     with recorded(name):
@@ -119,6 +138,10 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "retry_after": {"bind": True, "function": retry_after, "unique_on": ["name"]},
     "fail": {"function": fail},
     "again": {"bind": True, "function": again},
+    **{
+        f"replaced_{word}": {"bind": True, "function": replace_itself, "unique_on": ["name"], "overlap": str(word)}
+        for word in Overlap
+    },
     "become": {"bind": True, "function": become, "base": None},
     "raise_error": {"function": raise_error, "base": None},
     "plain": {"base": None},
