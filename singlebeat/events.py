@@ -93,9 +93,10 @@ EVENTS: Mapping[str, Event] = {
     "left_out": Event((WARNING,), "``Schedule.list()`` has left out an entry that cannot be used: ``reason``."),
     "not_added": Event(
         (ERROR, WARNING),
-        "An entry of ``beat_schedule`` is wrong, cannot be stored, or belongs to another app: ``reason``. WARNING "
-        "if a tool has added the entry to ``beat_schedule``, so that it stays as it is stored.",
+        "An entry of ``beat_schedule`` is wrong, cannot be stored, or belongs to another app: ``reason``. Beat tries it "
+        "every minute, and logs a new reason. WARNING if a tool has added the entry to ``beat_schedule``, so that it stays as it is stored.",
     ),
+    "added": Event((WARNING,), "An entry of ``beat_schedule`` that could not be stored is in the schedule now."),
     "entry_removed": Event((INFO,), "An entry has left ``beat_schedule`` and is removed; it is kept for seven days."),
     "entry_back": Event((INFO,), "An entry is in ``beat_schedule`` again, and has its past and its pause back."),
     "field_ignored": Event((WARNING,), "A definition has a field that no beat knows: ``reason``."),
@@ -141,6 +142,11 @@ EVENTS: Mapping[str, Event] = {
     "may_evict": Event(
         (WARNING, ERROR),
         "The schedule's server may evict keys: ``reason``. ERROR if ``redbeat_key_expiry_check`` is ``error``.",
+    ),
+    "several_brokers": Event(
+        (WARNING,),
+        "The schedule or the locks are on ``server``, which is one of several brokers: if it fails, workers change to "
+        "another broker for good, and beat does not.",
     ),
     "several_writes": Event(
         (INFO,),

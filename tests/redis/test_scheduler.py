@@ -2607,9 +2607,7 @@ class Away(schedule):
         return super().is_due(last_run_at)
 
 
-def test_an_entry_whose_schedule_fails_at_the_start_of_a_term_is_added_later(
-    server, redis, bench_on, monkeypatch, logged
-):
+def test_an_entry_whose_schedule_fails_when_a_term_begins_is_added_later(server, redis, bench_on, monkeypatch, logged):
     monkeypatch.setattr(Away, "cause", "no route")
     monkeypatch.setattr("singlebeat.beat.scheduler.LEFT_OUT_EVERY", 0.0)
     entries = {"away": {"task": PLAIN, "schedule": Away(1)}, "wrong": {"task": PLAIN}}
