@@ -488,13 +488,16 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._has_statics = bool(stored)
 
     def _install_left_out(self) -> None:
-        """Try again to store the entries of ``beat_schedule`` that could not be stored: a cause may pass."""
+        """Try again to store the entries of ``beat_schedule`` that are not stored: what hindered them may be over."""
         if not self._left_out or time.monotonic() < self._left_out_again_at:
             return
         self._left_out_again_at = time.monotonic() + LEFT_OUT_EVERY
-        entries = {name: given for name, given in self.app.conf.beat_schedule.items() if is_from_code(given)}
-        stored = self._install({name: entries[name] for name in entries if str(name) in self._left_out}, owns=True)
-        self.statics.keep([str(name) for name in entries], stored)
+        entries = {str(name): given for name, given in self.app.conf.beat_schedule.items() if is_from_code(given)}
+        # One that is stored by now, or was before, stays as it is until the next term: an operator may have edited it.
+        missing = {*self.statics.missing([name for name in entries if name in self._left_out])}
+        self._left_out = {name: why for name, why in self._left_out.items() if name in missing}
+        stored = self._install({name: entries[name] for name in missing}, owns=True)
+        self.statics.keep([*entries], stored)
         self._has_statics = self._has_statics or bool(stored)
         for name in stored:
             del self._left_out[name]

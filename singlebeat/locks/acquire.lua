@@ -105,7 +105,7 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   elseif err then
     return {"unusable", err, "", "0", "0", 0, ""}
   end
-  local wrong = wrong_field({"", "until", "uncut", "gen"}, {record[3], record[7], record[8]})
+  local wrong = wrong_field({"", "until", "uncut"}, {record[3], record[7]})
     or wrong_field({behind .. ": ", "until", "taken", "uncut"}, {next_record[2], next_record[4], next_record[6]})
   if wrong then
     return {"unusable", wrong, "", "0", "0", 0, ""}
@@ -159,7 +159,8 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
     is_held = (holder and not evicts_holder) or in_turn
   end
   if not is_held and holder and state == "running" then
-    return reply((tonumber(record[8]) or 0) < tonumber(gen) and "held" or "running", lock, id)
+    local running = tonumber(record[8])  -- another program may have spoilt it
+    return reply(running and running < tonumber(gen) and "held" or "running", lock, id)
   end
 
   local verdict = is_held and "waiting" or "acquired"

@@ -642,3 +642,13 @@ def test_a_schedule_on_one_of_several_brokers_is_named(server, own_server, redis
 
     assert len(logged("several_brokers")) == len(found) == (home == "a broker")
     assert all("no worker reads that. Set redbeat_redis_url and singleton_backend_url" in text for text in found)
+
+
+def test_an_entry_of_beat_schedule_that_was_never_stored_is_named(bench, findings):
+    bench.conf["beat_schedule"] = {"wrong": {"task": "t"}}
+    scheduler = bench.scheduler()
+    scheduler.tick()
+
+    (text,) = [text for level, text in findings("entry wrong", app=scheduler.app) if level == "problem"]
+
+    assert "does not run: the log of beat says why it could not be stored (not_added)" in text

@@ -2630,6 +2630,24 @@ def test_an_entry_whose_schedule_fails_when_a_term_begins_is_added_later(server,
     assert [(line["level"], line["entry"]) for line in logged("added")] == [("WARNING", "away")]
 
 
+def test_an_entry_that_was_left_out_is_not_tried_over_one_that_is_stored(server, redis, bench_on, monkeypatch):
+    """An operator may have added it since, and hears that the next term replaces it."""
+    monkeypatch.setattr(Away, "cause", "no route")
+    monkeypatch.setattr("singlebeat.beat.scheduler.LEFT_OUT_EVERY", 0.0)
+    bench = bench_on(server, beat_schedule={"away": {"task": PLAIN, "schedule": Away(1)}})
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    bench.put("away")
+    before = redis.hget("redbeat:away", "definition")
+    scheduler.tick()
+    monkeypatch.setattr(Away, "cause", None)
+
+    for _ in range(2):
+        scheduler.tick()
+
+    assert redis.hget("redbeat:away", "definition") == before
+
+
 def test_a_schedule_that_has_vanished_is_installed_again(server, redis, bench_on, caplog):
     bench = bench_on(server, beat_schedule={"mine": {"task": PLAIN, "schedule": 3600}})
     scheduler = bench.scheduler()

@@ -865,9 +865,10 @@ class Raising(BaseSchedule):
         raise self.error
 
 
-def test_what_is_no_exception_is_an_error_of_its_schedule_alone():
-    with pytest.raises(RuntimeError, match="CancelledError: too late"):
-        next_occurrence(Raising(asyncio.CancelledError("too late")), utc("2024-01-01"), zone=UTC)
+@pytest.mark.parametrize("error", [asyncio.CancelledError, GeneratorExit])
+def test_what_is_no_exception_is_an_error_of_its_schedule_alone(error):
+    with pytest.raises(RuntimeError, match=f"{error.__name__}: too late"):
+        next_occurrence(Raising(error("too late")), utc("2024-01-01"), zone=UTC)
 
 
 @pytest.mark.parametrize("ending", [SystemExit, KeyboardInterrupt])

@@ -47,7 +47,7 @@ LONGEST_SHIFT = timedelta(hours=3)
 
 #: What a user's own schedule may raise to end the process. Any other error is one of its entry alone: that includes
 #: `gevent.Timeout` and `asyncio.CancelledError`, which are no `Exception`.
-ENDING = (SystemExit, KeyboardInterrupt, GeneratorExit)
+ENDING = (SystemExit, KeyboardInterrupt)
 
 #: How many times a user's own schedule class is asked whether it is due, before this is an error.
 MOST_QUESTIONS = 1000

@@ -124,7 +124,7 @@ class Statics:
         given = {str(name) for name, item in (self.app.conf.beat_schedule or {}).items() if is_from_code(item)}
         names = sorted(given & self.client.smembers(self.keys.statics))
         owners = self._owners(names)
-        return {*self._missing([name for name in names if self.owner in owners.get(name, ())])}
+        return {*self.missing([name for name in names if self.owner in owners.get(name, ())])}
 
     def install(
         self, entries: Mapping[str, Entry], now: datetime, *, owns: bool = True
@@ -143,7 +143,7 @@ class Statics:
         results = dict[str, EntryError | None](self._conflicts(entries, owners))
         entries = {name: entry for name, entry in entries.items() if name not in results}
         absent = [name for name in possible if name not in results and self.owner not in owners.get(name, ())]
-        missing = [*self._missing(absent)]
+        missing = [*self.missing(absent)]
         if owns:
             self._own(missing, owners)
         for at in range(0, len(missing), BATCH):
@@ -162,7 +162,7 @@ class Statics:
             ours = ((name, "\n".join(sorted({self.owner, *owners.get(name, ())}))) for name in names[at : at + BATCH])
             self._call(OWN, [self.keys.statics, self.keys.owners], packed(text for row in ours for text in row))
 
-    def _missing(self, names: Sequence[str]) -> Iterator[str]:
+    def missing(self, names: Sequence[str]) -> Iterator[str]:
         """Yield the names of entries that are not stored."""
         with self.client.pipeline(transaction=False) as pipe:
             for name in names:

@@ -169,8 +169,11 @@ def _removed(app: Celery, statics: Statics, state: ScheduleStatus) -> Iterator[F
     """Check for entries of ``beat_schedule`` that another program has removed; each term installs them only once."""
     entries, names = Schedule(app), sorted(statics.removed() - state.quarantine.keys())
     for name in names[:MOST_NAMED]:
-        text = f"it is in beat_schedule, and is not stored, so it does not run{why_gone(entries, name).rstrip('.')}"
-        text += ". Or let the next term install it: celery singlebeat resign"
+        if why := why_gone(entries, name).rstrip("."):
+            why += ". Or let the next term install it: celery singlebeat resign"
+        else:
+            why = ": the log of beat says why it could not be stored (not_added). Beat tries it again every minute"
+        text = f"it is in beat_schedule, and is not stored, so it does not run{why}"
         yield Finding("problem", f"entry {name}", text)
     if len(names) > MOST_NAMED:
         text = f"more than these {MOST_NAMED} of beat_schedule are not stored (celery singlebeat resign)"
