@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import html
 import io
+import json
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -240,11 +241,14 @@ def test_a_secret_argument_by_position_is_masked_in_changes(page, app, entries):
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udcffb"], ids=["half a character", "no UTF-8"])
-def test_a_text_that_cannot_be_encoded_breaks_no_view(page, entries, text):
+def test_a_text_that_cannot_be_encoded_breaks_no_view(page, entries, redis, text):
     entries.upsert("e", PLAIN, 60, args=[text], kwargs={"n": text}, note=text)
-    entries.upsert("e", f"{PLAIN}{text}", 60, tags=[text])
+    entries.upsert("e", PLAIN, 60, tags=[text])
+    redis.hset("redbeat:raw", "definition", json.dumps({"task": f"{PLAIN}{text}", "schedule": 60}))
+    redis.zadd("redbeat::schedule", {"redbeat:raw": 0})
 
-    for path in ("/", "/entry?name=e", "/edit?name=e", "/changes", "/history", "/quarantine"):
+    of_entries = [f"/{view}?name={name}" for view in ("entry", "edit") for name in ("e", "raw")]
+    for path in ("/", *of_entries, "/changes", "/history", "/quarantine", "/api/entries"):
         assert page.get(path).status_code == 200, path
 
 
