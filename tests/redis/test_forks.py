@@ -101,7 +101,8 @@ def connect_once_for_all(app) -> None:
     A child that was forked while another thread did so may hang in glibc, which does not free its lock on resolv.conf.
     """
     for client in (backend_of(app).redis, schedule_client(app)):
-        connections = [client.connection_pool.get_connection() for _ in range(10)]
+        # Only redis-py before version 6 needs the name of a command.
+        connections = [client.connection_pool.get_connection("_") for _ in range(10)]
         for connection in connections:
             client.connection_pool.release(connection)
 

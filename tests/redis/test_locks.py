@@ -621,6 +621,8 @@ def test_behind_a_run_the_first_waiting_call_goes_first(backend, redis):
     assert begin(backend, another, queued=BEHIND, turn_ttl=TURN_TTL).task_id == "c"
     started = begin(backend, joined, queued=BEHIND, turn_ttl=TURN_TTL)
     assert (started.verdict, started.payload) == (Verdict.STARTED, "[e]")
+    known = redis.time()
+    wait_until(lambda: redis.time() > (known[0], known[1] + 1000), what="the next millisecond")
     assert acquire(backend, Ref(LOCK, "f"), if_held=IfHeld.JOIN).verdict is Verdict.WAITING
     finish(redis, joined)
     assert begin(backend, another, queued=BEHIND, turn_ttl=TURN_TTL).verdict is Verdict.STARTED

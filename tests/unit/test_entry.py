@@ -316,8 +316,8 @@ def test_a_definition_may_be_wide_and_as_deep_as_said(app):
 def test_an_entry_that_is_too_deep_for_json_is_refused_as_such(app):
     deep = Entry("deep", "t", 60, args=nested(5000), app=app)
 
-    with pytest.raises(EntryError, match="entry 'deep' cannot be stored: its definition is nested too deeply: use"):
-        deep.encode()
+    with pytest.raises(EntryError, match="definition is nested too deeply: use"):
+        deep.check_stored(deep.encode(), datetime.now(UTC))  # newer Pythons encode it
 
 
 @pytest.mark.parametrize(
