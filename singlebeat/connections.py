@@ -167,10 +167,10 @@ def home_among_brokers(app: Celery) -> str:
         ConfigError: as of ``schedule_server`` and ``lock_server``.
     """
     brokers = broker_place(app).split(";")
+    if len(brokers) == 1:
+        return ""
     homes = [place.split(";")[0] for place in (schedule_place(app), masked(lock_server(app).url))]
-    are_several = len(brokers) > 1 and all(broker.startswith(SINGLE) for broker in brokers)
-    found = [home for home in homes if are_several and any(is_one_server(home, broker) for broker in brokers)]
-    return found[0] if found else ""
+    return next((home for home in homes if any(is_one_server(home, broker) for broker in brokers)), "")
 
 
 def lock_server(app: Celery) -> Endpoint:
@@ -195,9 +195,9 @@ def lock_server(app: Celery) -> Endpoint:
     message = "set singleton_backend_url to a Redis server: neither result_backend nor broker_url is one"
     if is_fallback(app):
         message += (
-            "; these are the settings of Celery's default app, because this thread has no current app: give app=..."
+            "; these are the settings of Celery's default app, because this thread has no current app: give app=... or "
+            "call set_default() of your app"
         )
-        message += " or call set_default() of your app"
     raise ConfigError(message)
 
 

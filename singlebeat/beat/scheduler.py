@@ -496,10 +496,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         # One that is stored by now, or was before, stays as it is until the next term: an operator may have edited it.
         missing = {*self.statics.missing([name for name in entries if name in self._left_out])}
         self._left_out = {name: why for name, why in self._left_out.items() if name in missing}
-        stored = self._install({name: entries[name] for name in missing}, owns=True)
-        self.statics.keep([*entries], stored)
-        self._has_statics = self._has_statics or bool(stored)
-        for name in stored:
+        for name in self._install({name: entries[name] for name in missing}, owns=True):
+            self._has_statics = True
             del self._left_out[name]
             log.warning("beat: '%(entry)s' is in the schedule now", event="added", entry=name)
 

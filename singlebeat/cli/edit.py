@@ -249,9 +249,9 @@ def delete_(app: Celery, as_json: bool, name: str) -> None:
     if left := _foreign_key(app, name):
         key, kind = left
         text = (
-            f"{name}: its place in the schedule and its quarantine are removed{back}. Its key {key} stays, for it is "
+            f"{name}: its place in the schedule and its quarantine are removed{back}. Its key {key} stays, for it is a "
+            f"{kind} of another program. If no program needs that key: DEL {shlex.quote(key)}"
         )
-        text += f"a {kind} of another program. If no program needs that key: DEL {shlex.quote(key)}"
         done(as_json, text, name=name, deleted=True, left=key)
         return
     done(as_json, f"{name}: deleted{back}", name=name, deleted=True)

@@ -1,4 +1,4 @@
-"""A run that replaces itself by an equal call: what comes after it is never lost, in whatever it stands."""
+"""A run that replaces itself by an equal call: what comes after it is never lost, in a chain, a group or a chord."""
 
 from __future__ import annotations
 
