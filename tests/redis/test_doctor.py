@@ -652,3 +652,52 @@ def test_an_entry_of_beat_schedule_that_was_never_stored_is_named(bench, finding
     (text,) = [text for level, text in findings("entry wrong", app=scheduler.app) if level == "problem"]
 
     assert "does not run: the log of beat says why it could not be stored (not_added)" in text
+
+
+class Unwell(schedule):
+    def is_due(self, last_run_at):
+        raise OSError("no answer")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"jitter": -1}, "cannot be stored, so the one of before runs: policy: jitter must be"),
+        ({"args": [object()]}, "cannot be stored, so the one of before runs: entry 'mine' cannot"),
+        ({"schedule": Unwell(60)}, "was not stored, so the one of before runs: the log of beat says why"),
+    ],
+    ids=["a typo", "an argument", "a schedule"],
+)
+def test_a_definition_that_a_deploy_could_not_store_is_named(bench, findings, logged, wrong, why):
+    bench.conf["beat_schedule"] = {"mine": {"task": f"{APP}.plain", "schedule": 60.0}}
+    before = bench.scheduler()
+    before.tick()
+    assert findings("entry", app=before.app) == []
+    before.close()
+    bench.conf["beat_schedule"] = {"mine": {"task": f"{APP}.plain", "schedule": 60.0, **wrong}}
+    deployed = bench.scheduler()
+    deployed.tick()
+    assert [line["entry"] for line in logged("not_added")] == ["mine"]
+
+    ((level, text),) = findings("entry mine", app=deployed.app)
+
+    measured(text)
+    assert (level, why in text) == ("problem", True), text
+
+
+def test_a_change_of_an_entry_of_beat_schedule_is_named_until_the_next_term(bench, cli, findings):
+    bench.conf["beat_schedule"] = {"mine": {"task": f"{APP}.plain", "schedule": 60.0}}
+    first = bench.scheduler()
+    first.tick()
+    cli("pause", "mine", app=first.app)
+    assert [text for _, text in findings("entry mine", app=first.app)] == [], "a pause outlasts the term"
+    cli("edit", "mine", "--every", "30", app=first.app)
+
+    ((level, text),) = findings("entry mine", app=first.app)
+    first.close()
+    bench.scheduler().tick()
+
+    measured(text)
+    assert level == "fine"
+    assert re.fullmatch(r"\S+@\S+ has changed it at .*Z: the next term stores it as beat_schedule gives it", text)
+    assert findings("entry mine", app=first.app) == []

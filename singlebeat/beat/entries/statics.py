@@ -54,12 +54,17 @@ def is_from_code(given: object) -> bool:
     return not is_listed_from_redis(when)
 
 
+def _given(app: Celery) -> Mapping[str, Any]:
+    """Return the items of an app's ``beat_schedule`` that come from the code, by name."""
+    return {str(name): item for name, item in (app.conf.beat_schedule or {}).items() if is_from_code(item)}
+
+
 def signature_of(app: Celery) -> Mapping[str, str]:
     """Return the identity of an app's beats: its name, and the number and a digest of the entries in its code.
 
     The digest is of what a leader would store. An object that only the code can give counts as its mark.
     """
-    given = {str(name): item for name, item in (app.conf.beat_schedule or {}).items() if is_from_code(item)}
+    given = _given(app)
     digest = hashlib.sha1(usedforsecurity=False)
     for name in sorted(given):
         digest.update(repr((name, *_as_stored(app, name, given[name]))).encode(errors="surrogatepass"))
@@ -69,10 +74,14 @@ def signature_of(app: Celery) -> Mapping[str, str]:
 def _as_stored(app: Celery, name: str, given: Any) -> tuple[str, str]:
     """Return definition and policy of an item of ``beat_schedule``, empty if it cannot be stored."""
     try:
-        entry = given if isinstance(given, Entry) else Entry(**dict(given, name=name, app=app))
+        entry = _made(app, name, given)
         return entry.encode(), entry.policy.encode()
     except Exception:  # a schedule may raise any exception; the leader logs which entry is wrong
         return "", ""
+
+
+def _made(app: Celery, name: str, given: Any) -> Entry:
+    return given if isinstance(given, Entry) else Entry(**dict(given, name=name, app=app))
 
 
 class Statics:
@@ -121,10 +130,30 @@ class Statics:
 
     def removed(self) -> Set[str]:
         """Return the names of entries in the ``beat_schedule`` of this app that another program has removed."""
-        given = {str(name) for name, item in (self.app.conf.beat_schedule or {}).items() if is_from_code(item)}
-        names = sorted(given & self.client.smembers(self.keys.statics))
+        names = sorted(_given(self.app).keys() & self.client.smembers(self.keys.statics))
         owners = self._owners(names)
         return {*self.missing([name for name in names if self.owner in owners.get(name, ())])}
+
+    def outdated(self) -> Iterator[tuple[str, str]]:
+        """Yield the name of each entry of this app that is stored otherwise than ``beat_schedule`` gives it, and why.
+
+        The reason is empty if it can be stored as it is given.
+        """
+        owners, given = self._owners(), _given(self.app)
+        names = [name for name in given if self.owner in owners.get(name, ())]
+        for at in range(0, len(names), BATCH):
+            keys = [self.keys.prefix + name for name in names[at : at + BATCH]]
+            for name, fields in zip(names[at:], read_fields(self.client, keys), strict=False):
+                if isinstance(fields, str) or not fields[0]:
+                    continue
+                try:
+                    entry = _made(self.app, name, given[name])
+                    entry.encode()
+                except Exception as exc:  # a schedule may raise any exception
+                    yield name, str(exc) or type(exc).__name__
+                else:
+                    if not _is_same(entry, fields[0], fields[2]):
+                        yield name, ""
 
     def install(
         self, entries: Mapping[str, Entry], now: datetime, *, owns: bool = True
@@ -235,11 +264,16 @@ def _is_same(entry: Entry, definition: str, policy: str | None) -> bool:
         wanted, stored = json.loads(entry.encode()), json.loads(definition)
         wishes, stored_wishes = json.loads(entry.policy.encode() or "{}"), json.loads(policy or "{}")
         return bool(
-            {**wanted, "enabled": None} == {**stored, "enabled": None}
+            _without_state(wanted) == _without_state(stored)
             and {**wishes, **dict.fromkeys(OPERATORS)} == {**stored_wishes, **dict.fromkeys(OPERATORS)}
         )
     except (EntryError, ValueError, TypeError):
         return False
+
+
+def _without_state(fields: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a definition without what an operator sets, and without empty arguments."""
+    return {name: value for name, value in fields.items() if name != "enabled" and value not in (None, [], {})}
 
 
 def _since(meta: str | None, since: str | None, now: datetime) -> str:

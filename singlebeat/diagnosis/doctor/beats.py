@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from ... import __version__
 from ...beat.delivery import listed
-from ...beat.entries.statics import Statics, signature_of
+from ...beat.entries.statics import OPERATORS, Statics, signature_of
 from ...beat.keys import Keys
 from ...beat.schedule import Schedule
 from ...beat.server_time import UNFIT_FROM
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 #: The fraction of its lease that a renewal may take before that is a warning.
 SLOW_FROM = 0.1
+
+#: Maximum number of an entry's changes in which the last one of its definition is looked for.
+MOST_CHANGES = 50
 
 
 def check_beats(app: Celery, schedule: Read) -> Iterator[Finding]:
@@ -163,6 +167,7 @@ def _apps(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
         yield Finding("warning", about, text)
     elif here:
         yield from _removed(app, statics, state)
+        yield from _outdated(app, statics)
 
 
 def _removed(app: Celery, statics: Statics, state: ScheduleStatus) -> Iterator[Finding]:
@@ -178,6 +183,29 @@ def _removed(app: Celery, statics: Statics, state: ScheduleStatus) -> Iterator[F
     if len(names) > MOST_NAMED:
         text = f"more than these {MOST_NAMED} of beat_schedule are not stored (celery singlebeat resign)"
         yield Finding("problem", "entries", text)
+
+
+def _outdated(app: Celery, statics: Statics) -> Iterator[Finding]:
+    """Check for entries that are not stored as ``beat_schedule`` gives them; each term stores them only once."""
+    entries, found = Schedule(app), [*islice(statics.outdated(), MOST_NAMED + 1)]
+    for name, why in found[:MOST_NAMED]:
+        changes = (each for each in entries.changes(name, MOST_CHANGES) if set(each.differences).difference(OPERATORS))
+        change = next(changes, None)
+        if why:
+            text = f"its definition in beat_schedule cannot be stored, so the one of before runs: {why}"
+            yield Finding("problem", f"entry {name}", text)
+        elif change is None or change.by == "beat_schedule":
+            text = (
+                "its definition in beat_schedule was not stored, so the one of before runs: the log of beat says why "
+                "(not_added). To try again: celery singlebeat resign"
+            )
+            yield Finding("problem", f"entry {name}", text)
+        else:
+            text = f"{change.actor or 'another program'} has changed it at {change.at:%Y-%m-%d %H:%M:%SZ}"
+            yield Finding("fine", f"entry {name}", f"{text}: the next term stores it as beat_schedule gives it")
+    if len(found) > MOST_NAMED:
+        text = f"more than these {MOST_NAMED} are not stored as beat_schedule gives them"
+        yield Finding("warning", "entries", text)
 
 
 def _statics_here(app: Celery) -> str:
