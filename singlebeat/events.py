@@ -98,7 +98,11 @@ EVENTS: Mapping[str, Event] = {
         "``beat_schedule``, so that it stays as it is stored.",
     ),
     "added": Event((WARNING,), "An entry of ``beat_schedule`` that could not be stored is in the schedule now."),
-    "entry_removed": Event((INFO,), "An entry has left ``beat_schedule`` and is removed; it is kept for seven days."),
+    "entry_removed": Event(
+        (INFO, WARNING),
+        "An entry has left ``beat_schedule`` and is removed; it is kept for seven days. A warning if a run of it is "
+        "not sent yet: ``reason``.",
+    ),
     "entry_back": Event((INFO,), "An entry is in ``beat_schedule`` again, and has its past and its pause back."),
     "field_ignored": Event((WARNING,), "A definition has a field that no beat knows: ``reason``."),
     "place_corrected": Event(

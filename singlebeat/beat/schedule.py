@@ -543,8 +543,9 @@ class Schedule:
         """Let an entry have the definition and policy again that it had before a change; return the entry.
 
         So this undoes that change and all later ones, and is a change itself. An entry that was deleted, or has left
-        ``beat_schedule``, comes back with its past, and the times that have passed are not made up for. An entry that
-        another program has removed comes back as it was after its last change, by the id of that.
+        ``beat_schedule``, comes back with its past, and the times that have passed are not made up for; a run that was
+        claimed, and not sent, is sent. An entry that another program has removed comes back as it was after its last
+        change, by the id of that.
 
         Args:
             to: id of the change.
@@ -575,7 +576,11 @@ class Schedule:
         if not stored[0]:  # the times that have passed are not made up for
             entry = entry.with_past(replace(entry.meta, since=self._now()))
         entry.version = stored[0] or "", stored[2] or ""
-        return self._save(entry, action="revert", note=f"to before {to}")
+        saved = self._save(entry, action="revert", note=f"to before {to}")
+        with suppress(EntryError):  # it cannot be read, so it could not be sent
+            if unsent := past.get("pending"):
+                self._propose(name, Occurrence.decode(unsent), 10.0)
+        return saved
 
     def histories(self, names: Collection[str], count: int = 30) -> Mapping[str, Sequence[Record]]:
         """Return the last decisions about each of some entries, latest first, with the ends of their runs.

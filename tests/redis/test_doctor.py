@@ -685,7 +685,7 @@ def test_a_definition_that_a_deploy_could_not_store_is_named(bench, findings, lo
     assert (level, why in text) == ("problem", True), text
 
 
-def test_a_change_of_an_entry_of_beat_schedule_is_named_until_the_next_term(bench, cli, findings):
+def test_an_edited_entry_of_beat_schedule_is_named_until_the_next_term(bench, cli, findings):
     bench.conf["beat_schedule"] = {"mine": {"task": f"{APP}.plain", "schedule": 60.0}}
     first = bench.scheduler()
     first.tick()

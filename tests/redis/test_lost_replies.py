@@ -178,7 +178,7 @@ def parked(redis: Redis, *, token: str = "t") -> tuple[list[str], list[Any]]:
 def unparked(redis: Redis, *, token: str = "t") -> tuple[list[str], list[Any]]:
     redis.hset("redbeat::parked:e", mapping={"definition": "d", "policy": "p", "owner": "app"})
     redis.set(LOCK, "t")
-    return [LOCK, CHANGES, "redbeat:e", "redbeat::parked:e"], [token, "app", *AUTHOR, packed([("e", "s")])]
+    return [LOCK, CHANGES, PENDING, "redbeat:e", "redbeat::parked:e"], [token, "app", *AUTHOR, packed([("e", "s")])]
 
 
 def owned(redis: Redis, *, token: str = "t") -> tuple[list[str], list[Any]]:

@@ -2938,6 +2938,58 @@ def test_a_deploy_that_is_rolled_back_runs_nothing_again(bench):
     assert bench.schedule.get("audited").policy.note == "until the audit is over"
 
 
+@pytest.mark.parametrize("how", ["dropped by a deploy", "deleted", "removed and put back by another program"])
+@pytest.mark.parametrize("what", ["clocked", "once", "hourly", "triggered"])
+def test_a_claimed_run_comes_back_with_its_entry(server, redis, own_server, bench_on, logged, how, what):
+    """Its past counts the run already, so nothing else would ever send it."""
+    when = clocked(datetime.now(UTC) + timedelta(seconds=1)) if what == "clocked" else schedule(HOUR)
+    given = {"task": PLAIN, "args": ["e"], "schedule": when, "run_on_start": what in {"once", "hourly"}}
+    given |= {"max_runs": 1} if what == "once" else {}
+    bench = bench_on(server, broker_url=own_server.celery_url, beat_schedule={"e": given})
+    first = bench.scheduler()
+    own_server.kill()
+    first.tick()
+    if what == "triggered":
+        bench.schedule.trigger("e")
+    bench.tick(at=datetime.now(UTC) + timedelta(seconds=2))
+    claimed = bench.pending()
+    assert claimed is not None
+
+    scheduler = first
+    if how == "dropped by a deploy":
+        first.close()
+        without = bench.scheduler(beat_schedule={})
+        without.tick()
+        assert not redis.zrange(SCHEDULE, 0, -1) + redis.zrange(PENDING, 0, -1)
+        (line,) = logged("entry_removed")
+        assert (line["level"], line["reason"]) == ("WARNING", "it is sent if the entry comes back within seven days")
+        without.close()
+        scheduler = bench.scheduler()
+    elif how == "deleted":
+        bench.schedule.delete("e")
+        first.tick()
+        assert bench.pending() is None
+        (change, *_) = bench.schedule.changes("e", 1)
+        bench.schedule.revert("e", change.id)
+    else:
+        stored = redis.hgetall("redbeat:e")
+        redis.delete("redbeat:e")
+        first.tick()
+        redis.zrem(SCHEDULE, "redbeat:e")
+        redis.zrem(PENDING, "redbeat:e")
+        redis.hset("redbeat:e", mapping=stored)
+        redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    own_server.restart()
+    for _ in range(4):
+        scheduler.tick()
+        bench.retry_now()
+
+    sent = [json.loads(message)["headers"]["id"] for message in own_server.client().lrange(QUEUE, 0, -1)]
+    assert sent == [claimed.id]
+    assert bench.decisions.count("dispatched") == 1
+    assert bench.pending() is None
+
+
 @pytest.mark.parametrize("name", ["bad\ud800", ":parked:e"])
 def test_a_name_that_cannot_be_stored_does_not_keep_beat_from_leading(bench, caplog, name):
     app = bench.new_app()

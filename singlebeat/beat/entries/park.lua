@@ -25,6 +25,7 @@
 -- returns  an error if the server refuses a command, and nothing was written
 --          JSON: null if another beat leads, and nothing was written; else for each entry
 --          parked  the entry is out of the schedule
+--          unsent  the same, and an occurrence of it is claimed and not confirmed, which stays with the copy
 --          left    the entry stays, with the owners that are left
 --          moved   its owners have changed meanwhile: nothing was written for it
 --          (a repetition finds other owners and returns moved, or parked if there were no owners before)
@@ -67,8 +68,11 @@ local function park(entry, kept, name, found, left, is_entry)
       redis.call("HSET", kept, fields[at], fields[at + 1])
     end
     redis.call("HSET", kept, "owner", owner)
-    redis.call("HDEL", kept, "pending", "backfill", "recorded")
+    redis.call("HDEL", kept, "backfill", "recorded")
     redis.call("PEXPIRE", kept, ttl)
+    if redis.call("HEXISTS", kept, "pending") == 1 then
+      return "unsent"
+    end
   end
   return "parked"
 end

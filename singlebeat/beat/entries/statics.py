@@ -235,6 +235,10 @@ class Statics:
         for name, reply in zip(names, self._call(PARK, touched, *args), strict=True):
             if reply == "parked":
                 log.info("beat: Removing old static schedule entry '%(entry)s'.", event="entry_removed", entry=name)
+            elif reply == "unsent":
+                text = "beat: Removing old static schedule entry '%(entry)s', of which a run is not sent yet"
+                why = "it is sent if the entry comes back within seven days"
+                log.warning(text, event="entry_removed", entry=name, reason=why)
 
     def _call(self, what: Script, keys: Sequence[str], *args: str | int) -> Sequence[Any]:
         lock, token = self._fence() or (self.keys.schedule, "")
@@ -249,7 +253,7 @@ class Statics:
         found = [(name, fields[1], fields[3]) for name, fields in read if not isinstance(fields, str) and any(fields)]
         if not found:
             return
-        touched = [self.keys.changes]
+        touched = [self.keys.changes, self.keys.pending]
         touched += [key for name, *_ in found for key in (self.keys.prefix + name, self.keys.parked(name))]
         rows = packed((name, _since(meta, since, now)) for name, meta, since in found)
         replies = self._call(UNPARK, touched, self.owner, *self._author, rows)

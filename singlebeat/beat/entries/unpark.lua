@@ -4,7 +4,8 @@
 --
 -- KEYS[1]     lock     as in fenced
 -- KEYS[2]     changes  stream: as in record
--- KEYS[3...]  entries  for each row two hashes: the entry, and the copy that is kept of it
+-- KEYS[3]     pending  zset: keys of entries with an occurrence that is claimed and not confirmed, by next try (s)
+-- KEYS[4...]  entries  for each row two hashes: the entry, and the copy that is kept of it
 -- ARGV[1]     token    of our term, as in fenced
 -- ARGV[2]     owner    the app to which they come back
 -- ARGV[3]     actor    as in record
@@ -22,7 +23,7 @@ local owner = ARGV[2]
 if fenced({KEYS[1]}, {ARGV[1]}) == 1 then
   return "null"
 end
-local refused = permitted({KEYS[3], KEYS[3], KEYS[3]}, {"HSET", "HDEL", "DEL"})
+local refused = permitted({KEYS[4], KEYS[4], KEYS[4], KEYS[3]}, {"HSET", "HDEL", "DEL", "ZADD"})
 if refused then
   return refused
 end
@@ -41,12 +42,15 @@ local function unpark(entry, kept, name, since)
   if since ~= "" then
     redis.call("HSET", entry, "since", since)
   end
+  if redis.call("HEXISTS", entry, "pending") == 1 then
+    redis.call("ZADD", KEYS[3], 0, entry)
+  end
   redis.call("DEL", kept)
   return true
 end
 
 local replies = {}
 for i, row in ipairs(cjson.decode(ARGV[6])) do
-  replies[i] = unpark(KEYS[2 * i + 1], KEYS[2 * i + 2], unpack(row))
+  replies[i] = unpark(KEYS[2 * i + 2], KEYS[2 * i + 3], unpack(row))
 end
 return cjson.encode(replies)

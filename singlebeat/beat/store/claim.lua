@@ -22,7 +22,8 @@
 -- ARGV[5]     leads       1: we lead; 0: leadership is switched off, and other beats may claim at the same time
 --
 -- returns  for each entry
---          claimed  done
+--          claimed  done; of an entry that only moves on, an unconfirmed occurrence is put back into pending, too, if it
+--                   was missing there
 --          fenced   another beat leads
 --          moved    the entry has been claimed, confirmed, edited, paused or deleted since it was read, or pauses of
 --                   many entries have changed
@@ -101,6 +102,9 @@ local function claim(entry, member, score, sha, next_score, meta, since, occurre
     taken[#taken + 1], taken[#taken + 2] = retry_at, entry
   elseif meta ~= "" then
     redis.call("HSET", entry, "meta", meta)
+  end
+  if occurrence == "" and f[5] ~= "" then  -- another program may have put the entry back
+    redis.call("ZADD", pending, "NX", retry_at, entry)
   end
   if meta ~= "" and since ~= "" then
     redis.call("HSET", entry, "since", since)
