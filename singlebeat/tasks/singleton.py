@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -236,7 +236,16 @@ class Singleton(Task):  # type: ignore[misc]
     def _publisher(
         self, args: Arguments | None, kwargs: NamedArguments | None, task_id: str, given: dict[str, Any]
     ) -> Publish:
-        """Return a function that sends the message of a call with a ticket, and asks for no lock."""
+        """Return a function that sends the message of a call with a ticket, and asks for no lock.
+
+        Raises:
+            TypeError: Celery refuses the arguments when it makes the message, which a duplicate does not have.
+        """
+        if not self.app.conf.task_always_eager:
+            if args and not isinstance(args, list | tuple):
+                raise TypeError(f"{self.name}: args must be a list or a tuple, not of type {type(args).__name__}")
+            if kwargs and not isinstance(kwargs, Mapping):
+                raise TypeError(f"{self.name}: kwargs must be a mapping, not of type {type(kwargs).__name__}")
 
         def publish(ticket: Ticket | None = None, **more: object) -> AsyncResult:
             options = {**given, **more}
@@ -300,8 +309,8 @@ class Singleton(Task):  # type: ignore[misc]
                 overlap = overlap_for(self, given.pop("overlap", None))
                 planned.append((task_id, overlap, given))
                 about = {**given, "producer": producer}
-                plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=about)
-                yield plan, self._publisher(args, kwargs, task_id, given)
+                publish = self._publisher(args, kwargs, task_id, given)
+                yield plan_call(self, task_id, args, kwargs, overlap=overlap, options=about), publish
 
         outcomes: list[AsyncResult | Refused | None] = []
         try:

@@ -899,6 +899,21 @@ def test_a_duplicate_among_many_calls_is_no_child_of_the_running_task(app, redis
     assert [child.id for child in children] == [results[0].id, results[2].id]
 
 
+@pytest.mark.parametrize(("args", "kwargs"), [({"1": 2}, None), ("1", None), (None, ["ab"])], ids=repr)
+def test_arguments_of_a_wrong_type_are_refused_beside_a_held_call(app, redis, args, kwargs):
+    def taking_all(*args: Any, **kwargs: Any) -> None: ...
+
+    task = app.task(taking_all, name="any", base=Singleton, shared=False, unique_on=[])
+    task.delay()
+
+    with pytest.raises(TypeError, match=r"any: (kw)?args must be a"):
+        task.apply_async(args, kwargs)
+    with pytest.raises(TypeError, match=r"any: (kw)?args must be a"):
+        task.apply_async_many([(args, kwargs, {})])
+
+    assert len(messages(redis)) == 1
+
+
 # ---------------------------------------------------------------- questions to workers over the same connection
 
 
