@@ -34,7 +34,7 @@ RETRY_AFTER = 0.5
 #: Seconds that the thread stays when no lock is left to renew.
 LINGER = 1.0
 
-#: Maximum number of seconds between two renewals, whatever the lease: no thread can wait for any time.
+#: Maximum number of seconds between two renewals, also of a lock with a long lease: the wait of a thread has a limit.
 MOST_PAUSE = 86_400.0
 
 
