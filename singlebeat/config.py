@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from celery import Celery
     from celery.app.utils import Settings
 
-__all__ = ("Config",)
+__all__ = ("MOST_SECONDS", "Config")
 
 #: Options of a client or of a class; that client or class checks their types.
 _Options = Mapping[str, Any]

@@ -124,8 +124,10 @@ class OnDemandThread:
 
     def _run(self) -> None:
         while True:
-            self._work()
-            self._token.put(None)
+            try:
+                self._work()
+            finally:  # after an error, too: the next work starts a new thread
+                self._token.put(None)
             # Work that came in before the token was back has started no thread.
             if not self._has_work() or not self._take_token():
                 return

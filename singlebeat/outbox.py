@@ -213,14 +213,21 @@ class Marker:
         self.written_at = now
 
     def write_for_broker(self, channel: Any, now: float, *, anew: bool = False) -> None:
-        """Write it over the connection of a channel, as ``write`` does; another channel may lead elsewhere."""
+        """Write it to the broker of a channel, as ``write`` does; another channel may lead elsewhere."""
         if self.channel is None or self.channel() is not channel:
             self.channel, self.value, self.written_at = weakref.ref(channel), uuid4().hex, -WRITTEN_FOR
-        self.write(channel.client, now, prefix=channel.global_keyprefix, anew=anew)
+        # Not over ``channel.client``: after a question to workers, kombu's BRPOP for more replies is in flight there.
+        with channel.conn_or_acquire() as client:
+            self.write(client, now, prefix=channel.global_keyprefix, anew=anew)
 
     def delete(self, client: RedisClient) -> None:
         """Delete it."""
         client.delete(self.name)
+
+    def delete_for_broker(self, channel: Any) -> None:
+        """Delete it from the broker of a channel."""
+        with channel.conn_or_acquire() as client:
+            self.delete(client)
 
     def rule_out(self, now: float) -> None:
         """Note that the connection leads to another server."""

@@ -339,7 +339,7 @@ def why_several_writes(app: Celery, connection: Connection) -> str:
         return f"a user lacks rights for one write: {exc}"
     finally:
         with suppress(NoPermissionError):
-            broker.delete(producer.channel.client)
+            broker.delete_for_broker(producer.channel)
             locks.delete(client)
     return ELSEWHERE if is_elsewhere else ""
 

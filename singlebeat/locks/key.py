@@ -28,6 +28,7 @@ __all__ = (
     "done_key",
     "held_up_by",
     "is_done_key",
+    "is_encodable",
     "is_turn_key",
     "lock_key",
     "readable",
@@ -132,11 +133,18 @@ def _encoded(value: object, encoder: type | None) -> str:
 def culprit(args: Arguments, kwargs: NamedArguments, encoder: type | None = None) -> str:
     """Return the name of the first argument that JSON cannot encode, for an error message."""
     for name, value in (*enumerate(args), *kwargs.items()):
-        try:
-            _encoded(value, encoder)
-        except Exception:
+        if not is_encodable(value, encoder):
             return f"argument {name!r}"
     return "the arguments"
+
+
+def is_encodable(value: object, encoder: type | None = None) -> bool:
+    """Return whether a value can be part of a unique key."""
+    try:
+        _encoded(value, encoder)
+    except Exception:  # an object's own methods may raise any error
+        return False
+    return True
 
 
 def lock_key(prefix: str, digest: str) -> str:

@@ -163,7 +163,7 @@ def why_two_writes(app: Celery, connection: Connection) -> str:
     try:
         return ELSEWHERE if backend.send([], broker) is None else ""
     finally:
-        broker.delete(channel.client)
+        broker.delete_for_broker(channel)
 
 
 def _may_be_one_write(task: LockableTask) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import os
 import re
 import string
@@ -17,6 +16,7 @@ from celery.local import Proxy
 from kombu.utils.uuid import uuid
 
 from .. import signals
+from ..config import MOST_SECONDS
 from ..connections import is_fallback
 from ..errors import ConfigError, LockBackendError
 from ..locks.base import Holder, Ref, Renewal, Verdict
@@ -55,7 +55,7 @@ def exclusive(key: str | Callable[..., str], *, app: Celery | None = None, lease
         lease: seconds; default: the setting ``singlebeat_lock_lease``.
 
     Raises:
-        ValueError: the lease is not a positive number.
+        ValueError: the lease is not a positive number, or more than 100 years.
     """
     return Exclusive(key, app=app, lease=lease)
 
@@ -71,8 +71,9 @@ class Exclusive:
     _entered = False
 
     def __init__(self, key: str | Callable[..., str], *, app: Celery | None = None, lease: float | None = None) -> None:
-        if lease is not None and not (isinstance(lease, int | float) and 0.001 <= lease < math.inf):
-            raise ValueError(f"the lease of an exclusive lock must be a positive number of seconds, not {lease!r}")
+        if lease is not None and not (isinstance(lease, int | float) and 0.001 <= lease <= MOST_SECONDS):
+            must = "a positive number of seconds, 100 years at most"
+            raise ValueError(f"the lease of an exclusive lock must be {must}, not {lease!r}")
         self.key, self._app, self._lease = key, app, lease
 
     def __enter__(self) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from contextlib import suppress
@@ -15,7 +16,7 @@ from ..locks.base import RENEWALS_PER_LEASE
 from ..locks.inspect import InspectBackend
 from ..locks.legacy import LegacyBackend
 from ..log import Log
-from ..native_threads import Empty, OnDemandThread, SimpleQueue
+from ..native_threads import Empty, OnDemandThread, SimpleQueue, native_sleep
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -32,6 +33,9 @@ RETRY_AFTER = 0.5
 
 #: Seconds that the thread stays when no lock is left to renew.
 LINGER = 1.0
+
+#: Maximum number of seconds between two renewals, also of a lock with a long lease: the wait of a thread has a limit.
+MOST_PAUSE = 86_400.0
 
 
 class ExclusiveRenewer:
@@ -72,22 +76,22 @@ class ExclusiveRenewer:
         return self.tracks(ref) and self._held.pop(ref.nonce, None) is not None
 
     def _run(self) -> None:
-        due, failing = time.monotonic() + self._pause(), False
+        due, failing = math.inf, False
         while True:
-            with suppress(Empty):
-                self._news.get(timeout=max(0.0, due - time.monotonic()))
-            due = min(due, time.monotonic() + self._pause())
-            if time.monotonic() < due:
-                continue
-            if not self._held:
-                return
             try:
+                due = min(due, time.monotonic() + self._pause())
+                with suppress(Empty):
+                    self._news.get(timeout=max(0.0, due - time.monotonic()))
+                if time.monotonic() < due:
+                    continue
+                if not self._held:
+                    return
+                due = math.inf
                 if self._renew() and failing:
                     failing = False
                     log.warning("exclusive locks are renewed again", event="recovered")
-                due = time.monotonic() + self._pause()
             except LockBackendError as exc:
-                due = time.monotonic() + min(RETRY_AFTER, self._pause())
+                due = time.monotonic() + RETRY_AFTER
                 if not failing:
                     log.warning(
                         "exclusive locks that are not renewed end by themselves", event="not_renewed", reason=exc
@@ -95,14 +99,15 @@ class ExclusiveRenewer:
                 failing = True
             except Exception:  # the outer edge of the thread: it must live as long as there are locks
                 log.exception("the renewer of exclusive locks failed and goes on", event="renewer_failed")
-                due = time.monotonic() + self._pause()
+                native_sleep(RETRY_AFTER)  # the next round may fail before it waits
 
     def _locks(self) -> list[Exclusive]:
         # valuerefs() copies in one step: locks come and go in other threads meanwhile.
         return [lock for weak in self._held.valuerefs() if (lock := weak()) is not None]
 
     def _pause(self) -> float:
-        return min((lock.lease / RENEWALS_PER_LEASE for lock in self._locks()), default=LINGER)
+        shortest = min((lock.lease for lock in self._locks()), default=LINGER * RENEWALS_PER_LEASE)
+        return min(shortest / RENEWALS_PER_LEASE, MOST_PAUSE)
 
     def _renew(self) -> bool:
         """Renew all locks; return whether there was a lock."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from ..locks.base import (
     unusable,
     without_deaths,
 )
-from ..locks.key import canonical, digest, lock_key
+from ..locks.key import canonical, digest, is_encodable, lock_key
 from ..locks.modes import LockMode, Overlap, check, overlap_for, pick, signature_of
 from ..locks.send import send_call, send_many
 from ..log import Log
@@ -127,19 +127,53 @@ class Singleton(Task):  # type: ignore[misc]
         Raises:
             TypeError: the arguments do not fit the task, or one of them cannot be encoded; the message names it.
         """
+        config = self.singleton_config
+        encoder = config.singleton_json_encoder_class
+        encoder = symbol_by_name(encoder) if encoder else None
+
+        def key(args: Arguments, kwargs: NamedArguments) -> str:
+            return lock_key(config.singleton_key_prefix, digest(task_name, args, kwargs, encoder=encoder))
+
         args, kwargs = self.as_sent(task_args, task_kwargs)
         try:
             bound = self.call_signature.bind(*args, **kwargs)
         except TypeError:
             if self.typing or self.unique_on is not None:
                 raise
-        else:
-            bound.apply_defaults()
-            args, kwargs = canonical(bound) if self.unique_on is None else ([], pick(self.unique_on, bound))
-        config = self.singleton_config
-        encoder = config.singleton_json_encoder_class
-        encoder = symbol_by_name(encoder) if encoder else None
-        return lock_key(config.singleton_key_prefix, digest(task_name, args, kwargs, encoder=encoder))
+            return key(args, kwargs)
+        defaults = self.call_signature.parameters.keys() - bound.arguments
+        bound.apply_defaults()
+        unique = canonical(bound) if self.unique_on is None else ([], pick(self.unique_on, bound))
+        try:
+            return key(*unique)
+        except TypeError:
+            if not defaults or callable(self.unique_on):
+                raise
+            return key(*self._without_unencodable(defaults, bound, encoder))
+
+    def _without_unencodable(
+        self, defaults: Set[str], bound: inspect.BoundArguments, encoder: type | None
+    ) -> tuple[list[object], dict[str, object]]:
+        """Return the arguments that make a call unique, without defaults that JSON cannot encode.
+
+        Celery sends no defaults, so such a call has a message. Without a value it equals no call that gives one.
+
+        Args:
+            defaults: names of the arguments that the call does not give.
+            bound: all arguments.
+        """
+        args, kwargs = self.as_sent(bound.args, bound.kwargs)  # a model counts as a given one
+        bound = self.call_signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+
+        def stays(name: str, value: object) -> bool:
+            return name not in defaults or is_encodable(value, encoder)
+
+        if self.unique_on is None:
+            bound.arguments = {name: value for name, value in bound.arguments.items() if stays(name, value)}
+            return canonical(bound)
+        picked = pick(self.unique_on, bound)
+        return [], {path: value for path, value in picked.items() if stays(path.partition(".")[0], value)}
 
     def as_sent(self, args: Arguments | None, kwargs: NamedArguments | None) -> tuple[list[object], dict[str, object]]:
         """Return the arguments of a call as Celery sends them: a pydantic model as a dict."""
@@ -202,7 +236,16 @@ class Singleton(Task):  # type: ignore[misc]
     def _publisher(
         self, args: Arguments | None, kwargs: NamedArguments | None, task_id: str, given: dict[str, Any]
     ) -> Publish:
-        """Return a function that sends the message of a call with a ticket, and asks for no lock."""
+        """Return a function that sends the message of a call with a ticket, and asks for no lock.
+
+        Raises:
+            TypeError: Celery refuses the arguments when it makes the message, which a duplicate does not have.
+        """
+        if not self.app.conf.task_always_eager:
+            if args and not isinstance(args, list | tuple):
+                raise TypeError(f"{self.name}: args must be a list or a tuple, not of type {type(args).__name__}")
+            if kwargs and not isinstance(kwargs, Mapping):
+                raise TypeError(f"{self.name}: kwargs must be a mapping, not of type {type(kwargs).__name__}")
 
         def publish(ticket: Ticket | None = None, **more: object) -> AsyncResult:
             options = {**given, **more}
@@ -266,8 +309,8 @@ class Singleton(Task):  # type: ignore[misc]
                 overlap = overlap_for(self, given.pop("overlap", None))
                 planned.append((task_id, overlap, given))
                 about = {**given, "producer": producer}
-                plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=about)
-                yield plan, self._publisher(args, kwargs, task_id, given)
+                publish = self._publisher(args, kwargs, task_id, given)
+                yield plan_call(self, task_id, args, kwargs, overlap=overlap, options=about), publish
 
         outcomes: list[AsyncResult | Refused | None] = []
         try:

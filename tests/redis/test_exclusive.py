@@ -19,6 +19,7 @@ from redis.crc import key_slot
 
 import singlebeat
 from singlebeat import signals
+from singlebeat.config import MOST_SECONDS
 from singlebeat.errors import ConfigError, LockBackendError
 from singlebeat.locks.key import done_key, lock_key
 from singlebeat.tasks.exclusive_renewer import exclusive_renewer_of
@@ -252,6 +253,21 @@ def test_a_short_lease_is_renewed_beside_a_long_one(exclusive):
             assert not other
 
 
+def test_a_short_lease_is_renewed_beside_the_longest_one(exclusive, lost):
+    with exclusive("short", lease=LEASE) as short, exclusive("longest", lease=MOST_SECONDS) as longest:
+        wait_until(lambda: age(short) > LEASE + 0.5)
+        assert (short.is_lost(), longest.is_lost(), lost) == (False, False, [])
+
+
+def test_the_renewer_goes_on_after_an_error_before_its_wait(exclusive, caplog):
+    with exclusive("odd") as odd, exclusive("other", lease=6) as other:
+        odd.lease = None  # as any value that it cannot work with
+        with exclusive("news"):
+            wait_until(lambda: "the renewer of exclusive locks failed and goes on" in caplog.text)
+        odd.lease, known = 30, other._renewed_at
+        wait_until(lambda: other._renewed_at > known, what="a renewal")
+
+
 def test_the_lease_is_that_of_the_setting_by_default(server, redis):
     with make_app(server.celery_url, {"singlebeat_lock_lease": 600}) as app, singlebeat.exclusive("a", app=app):
         assert 300_000 < redis.pttl(lock_of("a")) <= 600_000
@@ -264,7 +280,11 @@ def test_an_abandoned_lock_ends_with_its_lease(exclusive, redis):
     wait_until(lambda: not redis.exists(lock_of("a")))
 
 
-@pytest.mark.parametrize("lease", [0, -1, 0.0001, float("inf"), float("nan"), "5", [5]], ids=repr)
+@pytest.mark.parametrize(
+    "lease",
+    [0, -1, 0.0001, float("inf"), float("nan"), "5", [5], 2.8e10, sys.maxsize, 2**2000],
+    ids=lambda it: repr(it)[:20],
+)
 def test_a_lease_that_is_no_time_is_refused(lease):
     with pytest.raises(ValueError, match="positive number of seconds"):
         singlebeat.exclusive("a", lease=lease)

@@ -19,7 +19,7 @@ import pytest
 from celery import Celery
 from celery._state import _task_stack
 from celery.signals import after_task_publish, before_task_publish
-from kombu import Exchange, Queue
+from kombu import Connection, Exchange, Queue
 from kombu.exceptions import OperationalError
 from kombu.messaging import Producer
 from redis import Redis
@@ -897,3 +897,43 @@ def test_a_duplicate_among_many_calls_is_no_child_of_the_running_task(app, redis
         children = list(parent.request.children)
 
     assert [child.id for child in children] == [results[0].id, results[2].id]
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [({"1": 2}, None), ("1", None), (None, ["ab"])], ids=repr)
+def test_arguments_of_a_wrong_type_are_refused_beside_a_held_call(app, redis, args, kwargs):
+    def taking_all(*args: Any, **kwargs: Any) -> None: ...
+
+    task = app.task(taking_all, name="any", base=Singleton, shared=False, unique_on=[])
+    task.delay()
+
+    with pytest.raises(TypeError, match=r"any: (kw)?args must be a"):
+        task.apply_async(args, kwargs)
+    with pytest.raises(TypeError, match=r"any: (kw)?args must be a"):
+        task.apply_async_many([(args, kwargs, {})])
+
+    assert len(messages(redis)) == 1
+
+
+# ---------------------------------------------------------------- questions to workers over the same connection
+
+
+def test_calls_leave_replies_of_workers_to_those_who_asked(server, redis, monkeypatch):
+    """Kombu awaits replies with a BRPOP, and leaves it in flight on the pooled connection when it stops waiting."""
+    monkeypatch.setattr(outbox, "WRITTEN_FOR", 0.0)  # each call writes the marker
+    got = list[int]()
+    with apps(server.celery_url, broker_pool_limit=1) as app, Connection(server.celery_url) as other:
+        task = define(app)
+        with app.pool.acquire() as connection:
+            queue = Queue("replies")
+            connection.Consumer([queue], callbacks=[lambda body, _: got.append(body)], no_ack=True).consume()
+
+        for number in range(4):
+            with suppress(TimeoutError):
+                connection.drain_events(timeout=0.01)
+            assert connection.default_channel._in_poll
+
+            result = task.delay(number)
+            Producer(other).publish(number, routing_key="replies")
+            connection.drain_events(timeout=10)
+
+            assert (result.id in locks(redis), got) == (True, [*range(number + 1)])

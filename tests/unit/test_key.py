@@ -16,10 +16,11 @@ from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple
 
 import pytest
-from celery import Celery
+from celery import Celery, Task
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kombu.utils import json as kombu_json
+from pydantic import BaseModel
 from redis.crc import key_slot
 
 from singlebeat import Singleton
@@ -382,6 +383,71 @@ def test_an_encoder_of_the_users_own_is_asked_for_the_culprit_too():
 def test_not_a_number_is_a_call_like_any_other():
     assert of(math.nan) == of(math.nan) == of(over_the_wire(math.nan))
     assert len({of(math.nan), of(math.inf), of(-math.inf)}) == 3
+
+
+# ---------------------------------------------------------------- defaults that JSON cannot encode
+
+MISSING = object()
+
+
+def with_default(x: Any, y: Any = MISSING, *, z: Any = 3) -> None: ...
+
+
+def positional(x: Any = MISSING, y: Any = 2, z: Any = MISSING, /, *rest: Any) -> None: ...
+
+
+def keys_of(app: Celery, function: Callable[..., Any], *calls: tuple[list[Any], dict[str, Any]], **options: Any) -> Any:
+    task = app.task(function, name="t", base=Singleton, shared=False, **options)
+    return [task.generate_lock("t", args, kwargs) for args, kwargs in calls]
+
+
+def test_a_default_without_json_differs_from_any_given_value(app):
+    calls = [([1, given], {}) for given in (None, "y", "MISSING", 2, {}, [])]
+
+    assert len({*keys_of(app, with_default, ([1], {}), ([2], {}), ([1], {"z": 4}), *calls)}) == 3 + len(calls)
+    assert len({*keys_of(app, with_default, ([1], {}), ([], {"x": 1}), ([1], {"z": 3}))}) == 1
+
+
+def test_calls_that_could_be_sent_keep_their_keys_beside_such_defaults(app):
+    (found,) = keys_of(app, with_default, ([1, 2], {}))
+
+    assert found == lock_key("SINGLETONLOCK_", digest("t", [], {"x": 1, "y": 2, "z": 3}))
+
+
+def test_positional_only_defaults_without_json_stay_apart(app):
+    calls = [([], {}), ([1], {}), ([1, 3], {}), ([1, 2, 3], {}), ([1, 2, 3, 4], {})]
+
+    assert len({*keys_of(app, positional, *calls)}) == len(calls)
+    assert len({*keys_of(app, positional, ([1], {}), ([1, 2], {}))}) == 1
+
+
+@pytest.mark.parametrize("unique_on", [["x", "y"], "y", ["x", "y.name", "y"]], ids=str)
+def test_unique_on_may_name_a_default_without_json(app, unique_on):
+    default, again, none = keys_of(app, with_default, ([1], {}), ([1], {"z": 4}), ([1, None], {}), unique_on=unique_on)
+
+    assert default == again != none
+
+
+def test_a_given_argument_without_json_is_refused_beside_such_a_default(app):
+    with pytest.raises(TypeError, match="t: argument 'x' cannot"):
+        keys_of(app, with_default, ([object()], {}))
+    with pytest.raises(TypeError, match="t: argument 'y' cannot"):
+        keys_of(app, with_default, ([1, MISSING], {}))
+
+
+@pytest.mark.skipif(not hasattr(Task, "_dump_pydantic_arguments"), reason="this Celery sends no models")
+def test_a_model_as_default_equals_the_same_model_given(app):
+    class Model(BaseModel):
+        a: int = 1
+
+    def body(model: Model = Model(a=7)) -> None: ...  # noqa: B008
+
+    body.__annotations__["model"] = Model  # not as text: the class is local
+    default, given, sent, other = keys_of(
+        app, body, ([], {}), ([Model(a=7)], {}), ([], {"model": {"a": 7}}), ([Model(a=8)], {}), pydantic=True
+    )
+
+    assert default == given == sent != other
 
 
 # ---------------------------------------------------------------- names of keys, and what people read
