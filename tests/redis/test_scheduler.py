@@ -495,6 +495,85 @@ def test_a_clock_that_was_ahead_finishes_no_entry_whose_end_has_not_come(bench):
     assert 0 < bench.score() - datetime.now(UTC).timestamp() <= 3600
 
 
+def bounded_by(kind: str, now: datetime) -> dict[str, Any]:
+    """Return the schedule and policy of an entry whose last time comes in two hours."""
+    end, start = now + 2 * HOUR, now + timedelta(minutes=1)
+    spans = {"count": {"count": 121}, "until": {"until": end}}
+    if kind in spans:
+        return {"every": rrule("MINUTELY", dtstart=now, **spans[kind])}
+    return {"every": timedelta(minutes=1), "end_time": end, **({"start_time": start} if kind == "start" else {})}
+
+
+@pytest.mark.parametrize("other_leader", [False, True], ids=["same leader", "next leader"])
+@pytest.mark.parametrize("kind", ["end", "start", "until", "count"])
+def test_a_clock_that_was_days_ahead_ends_no_entry_before_its_end(bench, kind, other_leader):
+    now = datetime.now(UTC)
+    bench.put(ago=timedelta(minutes=1), **bounded_by(kind, now))
+    scheduler = bench.scheduler()
+    for _ in range(2):
+        bench.tick(at=now + 24 * HOUR)
+    assert bench.score() == PARKED
+    if other_leader:
+        scheduler.close()
+        scheduler = bench.scheduler()
+
+    scheduler.tick()
+
+    assert 0 < bench.score() - now.timestamp() <= 180
+    sent = len(bench.names)
+    bench.tick(at=now + HOUR)
+    assert len(bench.names) == sent + 1
+    for _ in range(2):
+        bench.tick(at=now + 2.5 * HOUR)
+    assert bench.score() == PARKED
+
+
+def test_a_clock_that_was_hours_ahead_silences_no_entry_of_some_hours(bench):
+    """Its last time by the wrong clock lies less than three hours ahead, and its next one is of tomorrow."""
+    now = datetime.now(UTC)
+    hours = {now.hour, (now.hour + 1) % 24}
+    bench.put(every=crontab(hour=hours), ago=timedelta(minutes=1), timezone="UTC")
+    scheduler = bench.scheduler()
+    bench.tick(at=now + 12 * HOUR)
+    assert bench.score() > (now + 12 * HOUR).timestamp()
+
+    scheduler.tick()
+
+    assert 0 < bench.score() - now.timestamp() <= 120
+
+
+def test_a_clock_that_was_an_hour_ahead_repeats_no_time_before_the_end(bench):
+    now = datetime.now(UTC)
+    bench.put(every=timedelta(minutes=1), ago=timedelta(minutes=1), end_time=now + HOUR)
+    scheduler = bench.scheduler()
+    for _ in range(2):
+        bench.tick(at=now + 2 * HOUR)
+
+    scheduler.tick()
+
+    assert bench.score() == PARKED
+
+
+@pytest.mark.parametrize("grace", [None, 60], ids=["sent", "missed"])
+def test_an_only_time_that_was_sent_by_a_wrong_clock_is_not_sent_again(bench, grace):
+    now = datetime.now(UTC)
+    bench.put("once", every=clocked(now + 2 * HOUR), ago=None, misfire_grace_time=grace)
+    bench.put("used up", every=timedelta(minutes=1), max_runs=7)
+    bench.put("long over", every=clocked(now - 2 * HOUR), ago=HOUR)
+    scheduler = bench.scheduler()
+    for _ in range(2):
+        bench.tick(at=now + 24 * HOUR)
+
+    scheduler.tick()
+
+    assert bench.names == ([] if grace else ["once"])
+    assert bench.score("once") == ((now + 2 * HOUR).timestamp() if grace else PARKED)
+    assert (bench.score("used up"), bench.score("long over")) == (PARKED, PARKED)
+    for _ in range(2):
+        bench.tick(at=now + 2 * HOUR)
+    assert bench.names == ["once"]
+
+
 @pytest.mark.parametrize("resumed", ["before", "after"])
 def test_a_clock_that_was_ahead_silences_no_paused_new_entry(bench, resumed):
     api = bench.schedule
