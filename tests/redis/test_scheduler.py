@@ -2727,6 +2727,95 @@ def test_an_entry_that_was_left_out_is_not_tried_over_one_that_is_stored(server,
     assert redis.hget("redbeat:away", "definition") == before
 
 
+@pytest.fixture
+def deployed(server, redis, bench_on, monkeypatch):
+    """Return a scheduler with another task for its stored entry; its schedule fails as the term begins."""
+    monkeypatch.setattr("singlebeat.beat.scheduler.LEFT_OUT_EVERY", 0.0)
+    entry = {"task": PLAIN, "schedule": Away(3600), "args": ["old"]}
+    bench = bench_on(server, beat_schedule={"away": entry})
+    before = bench.scheduler()
+    before.tick()
+    before.close()
+    monkeypatch.setattr(Away, "cause", "no route")
+    bench.conf["beat_schedule"] = {"away": {**entry, "args": ["new"]}}
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    scheduler.tick()
+    assert arguments(redis, "away") == ["old"]
+    return scheduler
+
+
+def arguments(redis, name: str) -> list[Any]:
+    return json.loads(redis.hget(f"redbeat:{name}", "definition"))["args"]
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "pause"])
+def test_a_change_that_was_left_out_is_stored_once_its_schedule_answers(
+    deployed, redis, monkeypatch, logged, meanwhile
+):
+    if meanwhile == "pause":
+        Schedule(deployed.app).pause("away")
+        deployed.tick()
+    monkeypatch.setattr(Away, "cause", None)
+
+    deployed.tick()
+
+    assert arguments(redis, "away") == ["new"]
+    assert [line["entry"] for line in logged("added")] == ["away"]
+    assert ("paused" in (redis.hget("redbeat:away", "policy") or "")) is (meanwhile == "pause")
+
+
+@pytest.mark.parametrize("when", ["before a try", "in a try"])
+def test_a_change_that_was_left_out_replaces_no_edit_of_this_term(deployed, redis, monkeypatch, logged, when):
+    def edit() -> None:
+        entry = Schedule(deployed.app).get("away")
+        entry.args = ["edited"]
+        entry.save()
+
+    monkeypatch.setattr(Away, "cause", None)
+    if when == "before a try":
+        edit()
+    else:
+        install = deployed.statics.install
+        with monkeypatch.context() as patch:
+            patch.setattr(deployed.statics, "install", lambda *args, **options: edit() or install(*args, **options))
+            deployed.tick()
+    for _ in range(2):
+        deployed.tick()
+
+    assert arguments(redis, "away") == ["edited"]
+    assert [line["reason"] for line in logged("not_added") if "no route" not in str(line["reason"])] == []
+    assert logged("added") == []
+
+
+def test_an_entry_that_was_removed_and_left_out_is_back_once_it_is_usable(server, redis, bench_on, monkeypatch):
+    """It cannot even be made as the term begins, so the copy that was kept of it is put back by a later try."""
+    monkeypatch.setattr("singlebeat.beat.scheduler.LEFT_OUT_EVERY", 0.0)
+    entry = {"task": PLAIN, "schedule": 3600, "args": ["old"]}
+    bench = bench_on(server, beat_schedule={"back": entry})
+    made = Scheduler._maybe_entry
+
+    def make(self: Scheduler, name: str, given: Any) -> Any:
+        if Away.cause:
+            raise OSError(Away.cause)
+        return made(self, name, given)
+
+    monkeypatch.setattr(Scheduler, "_maybe_entry", make)
+    for given, cause in (({"back": entry}, None), ({}, None), ({"back": {**entry, "args": ["new"]}}, "no route")):
+        bench.conf["beat_schedule"] = given
+        monkeypatch.setattr(Away, "cause", cause)
+        scheduler = bench.scheduler()
+        scheduler.tick()
+        if not cause:
+            scheduler.close()
+    assert not redis.exists("redbeat:back")
+
+    monkeypatch.setattr(Away, "cause", None)
+    scheduler.tick()
+
+    assert arguments(redis, "back") == ["new"]
+
+
 def test_a_schedule_that_has_vanished_is_installed_again(server, redis, bench_on, caplog):
     bench = bench_on(server, beat_schedule={"mine": {"task": PLAIN, "schedule": 3600}})
     scheduler = bench.scheduler()
