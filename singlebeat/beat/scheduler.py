@@ -499,8 +499,11 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         # One that was added, edited or removed since then stays as it is until the next term.
         same = {name: now for name, now in found.items() if name in before and are_same_but_paused(now, before[name])}
         self._left_out = {name: why for name, why in self._left_out.items() if name in same}
-        for name in self._install({name: entries[name] for name in same}, owns=True, over=same):
+        stored = self._install({name: entries[name] for name in same}, owns=True, over=same)
+        if stored:
+            self.statics.keep(entries, stored)
             self._has_statics = True
+        for name in stored:
             del self._left_out[name]
             log.warning("beat: '%(entry)s' is stored now", event="added", entry=name)
 

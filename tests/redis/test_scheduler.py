@@ -59,7 +59,7 @@ PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
 QUEUE = "celery"
 SCHEDULE, STATICS, PENDING = "redbeat::schedule", "redbeat::statics", "redbeat::pending"
 HISTORY, LOCK, LEADER = "redbeat::history", "redbeat::lock", "redbeat::leader"
-QUARANTINE, LOST = "redbeat::quarantine", "redbeat::lost"
+QUARANTINE, LOST, OWNERS = "redbeat::quarantine", "redbeat::lost", "redbeat::owners"
 HOUR = timedelta(hours=1)
 
 
@@ -2786,6 +2786,27 @@ def test_a_change_that_was_left_out_replaces_no_edit_of_this_term(deployed, redi
     assert arguments(redis, "away") == ["edited"]
     assert [line["reason"] for line in logged("not_added") if "no route" not in str(line["reason"])] == []
     assert logged("added") == []
+
+
+def test_an_entry_of_an_app_that_is_gone_is_taken_over_without_a_new_term(server, redis, bench_on, monkeypatch):
+    monkeypatch.setattr("singlebeat.beat.scheduler.LEFT_OUT_EVERY", 0.0)
+    entry = {"task": PLAIN, "schedule": 3600, "args": ["old"]}
+    bench = bench_on(server, beat_schedule={"both": entry}, singlebeat_other_app_check="ignore")
+    gone = bench.scheduler()
+    gone.tick()
+    gone.close()
+    redis.hset(OWNERS, "both", "gone")
+    bench.conf["beat_schedule"] = {"both": {**entry, "args": ["new"]}}
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    scheduler.tick()
+    assert arguments(redis, "both") == ["old"]
+
+    redis.hdel(OWNERS, "both")
+    scheduler.tick()
+
+    assert arguments(redis, "both") == ["new"]
+    assert redis.hget(OWNERS, "both") == scheduler.statics.owner
 
 
 def test_an_entry_that_was_removed_and_left_out_is_back_once_it_is_usable(server, redis, bench_on, monkeypatch):
