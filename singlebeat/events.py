@@ -93,11 +93,11 @@ EVENTS: Mapping[str, Event] = {
     "left_out": Event((WARNING,), "``Schedule.list()`` has left out an entry that cannot be used: ``reason``."),
     "not_added": Event(
         (ERROR, WARNING),
-        "An entry of ``beat_schedule`` is wrong, cannot be stored, or belongs to another app: ``reason``. If it is not "
-        "stored, beat tries it every minute, and logs each new reason. WARNING if a tool has added the entry to "
-        "``beat_schedule``, so that it stays as it is stored.",
+        "An entry of ``beat_schedule`` is wrong, cannot be stored, or belongs to another app: ``reason``. Beat tries "
+        "it every minute, unless it is edited meanwhile, and logs each new reason. WARNING if a tool has added the "
+        "entry to ``beat_schedule``, so that it stays as it is stored.",
     ),
-    "added": Event((WARNING,), "An entry of ``beat_schedule`` that could not be stored is in the schedule now."),
+    "added": Event((WARNING,), "An entry of ``beat_schedule`` that could not be stored is stored now."),
     "entry_removed": Event(
         (INFO, WARNING),
         "An entry has left ``beat_schedule`` and is removed; it is kept for seven days. A warning if a run of it is "

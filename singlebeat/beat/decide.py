@@ -10,7 +10,7 @@ from .entries.definition import Meta
 from .entries.entry import PARKED
 from .entries.occurrence import Decision, DecisionType, Kind, Occurrence
 from .entries.timetable import Timetable
-from .leadership.clock_guard import LONGEST_STEP_BACK
+from .leadership.clock_guard import LONGEST_STEP_BACK, WRONG_PAST
 from .store.claims import Claim, Stored
 
 __all__ = ("claim_for", "dropped")
@@ -37,11 +37,13 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
     since = table.since(past.counts_from)
     if past.since is not None and past.last_run_at is not None and past.since < past.last_run_at <= now:
         since = past.last_run_at  # a beat whose clock was behind took this time for wrong
-    if since is not None and since > now + LONGEST_STEP_BACK:
-        upcoming = table.next(now)
-        if upcoming is not None and upcoming == past.last_run_at and table.next(upcoming) is None:
-            return Claim(stored, PARKED)  # its last time has already run, too early
-        return Claim(stored, table.score(upcoming), replace(past, since=now))
+    if since is not None and since > now + (timedelta() if stored.score == WRONG_PAST else LONGEST_STEP_BACK):
+        upcoming, last = table.next(now), past.last_run_at
+        if upcoming is not None and upcoming == last and table.next(upcoming) is None:
+            if past.last_run == last or stored.pending is not None:
+                return Claim(stored, PARKED)  # its last time has already run, too early
+            last = None  # it was missed or skipped, and is yet to come
+        return Claim(stored, table.score(upcoming), replace(past, last_run_at=last, since=now))
     if since is None:  # as in RedBeat: the entry has never run, so it is due now
         asked = datetime.fromtimestamp(stored.score, UTC) if stored.score > 0 else now
         nominal = table.bounded(table.latest(asked, now) or asked)

@@ -28,7 +28,7 @@ from ..connections import (
     schedule_client,
     schedule_place,
 )
-from ..errors import ConfigError, EntryError, LockBackendError
+from ..errors import ConfigError, ConflictError, EntryError, LockBackendError
 from ..log import Log
 from ..server_errors import with_advice
 from .calendar.recurrence import reporting_questions
@@ -38,7 +38,7 @@ from .entries.entry import Entry as BeatEntry
 from .entries.entry import prepare
 from .entries.fields import BATCH, FencedError
 from .entries.listing import Listing
-from .entries.statics import Statics, is_from_code, signature_of
+from .entries.statics import Statics, are_same_but_paused, is_from_code, signature_of
 from .failures import UnreachableBrokerError
 from .keys import Keys
 from .leadership.clock_guard import Clock
@@ -144,6 +144,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._vanished_in = 0  #: number of the present term, if we have logged in it that the schedule has vanished
         self._has_statics = False  #: at least one entry of ``beat_schedule`` was stored
         self._left_out = dict[str, str]()  #: entries that could not be stored, and why
+        self._left_out_over: Mapping[str, tuple[str, str]] = {}  #: what was stored of them then
         self._left_out_again_at = 0.0  #: monotonic: when to try again
         self._metrics: BeatMetrics | None = None
         self._recheck_at: float | None = None  #: when all pending occurrences are retaken, after trouble
@@ -486,20 +487,25 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         stored = self._install(entries, owns=True)
         self.statics.keep([str(name) for name in entries], stored)
         self._has_statics = bool(stored)
+        self._left_out_over = self.statics.stored(self._left_out)
 
     def _install_left_out(self) -> None:
-        """Try again to store the entries of ``beat_schedule`` that are not stored: what hindered them may be over."""
+        """Try again to store the entries of ``beat_schedule`` that could not be: what hindered them may be over."""
         if not self._left_out or time.monotonic() < self._left_out_again_at:
             return
         self._left_out_again_at = time.monotonic() + LEFT_OUT_EVERY
         entries = {str(name): given for name, given in self.app.conf.beat_schedule.items() if is_from_code(given)}
-        # One that is stored by now, or was before, stays as it is until the next term: an operator may have edited it.
-        missing = {*self.statics.missing([name for name in entries if name in self._left_out])}
-        self._left_out = {name: why for name, why in self._left_out.items() if name in missing}
-        for name in self._install({name: entries[name] for name in missing}, owns=True):
+        found, before = self.statics.stored([name for name in entries if name in self._left_out]), self._left_out_over
+        # One that was added, edited or removed since then stays as it is until the next term.
+        same = {name: now for name, now in found.items() if name in before and are_same_but_paused(now, before[name])}
+        self._left_out = {name: why for name, why in self._left_out.items() if name in same}
+        stored = self._install({name: entries[name] for name in same}, owns=True, over=same)
+        if stored:
+            self.statics.keep(entries, stored)
             self._has_statics = True
+        for name in stored:
             del self._left_out[name]
-            log.warning("beat: '%(entry)s' is in the schedule now", event="added", entry=name)
+            log.warning("beat: '%(entry)s' is stored now", event="added", entry=name)
 
     def _is_static(self, name: str, given: object) -> bool:
         if is_from_code(given):
@@ -512,7 +518,9 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         """Store entries that are given like those of ``beat_schedule``; return the names of the stored ones."""
         return self._install(dict_, owns=False)
 
-    def _install(self, dict_: Mapping[str, object], *, owns: bool) -> list[str]:
+    def _install(
+        self, dict_: Mapping[str, object], *, owns: bool, over: Mapping[str, tuple[str, str]] | None = None
+    ) -> list[str]:
         entries, now = dict[str, BeatEntry](), self.server_time.now()
         for name, given in dict_.items():
             self._report_progress()
@@ -523,10 +531,10 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         stored, left = list[str](), iter(entries.items())
         while batch := dict(islice(left, BATCH)):  # 100,000 entries take longer than the watchdog waits
             self._report_progress()
-            for name, problem in self.statics.install(batch, now, owns=owns).items():
+            for name, problem in self.statics.install(batch, now, owns=owns, over=over).items():
                 if problem is None:
                     stored.append(name)
-                else:
+                elif not (over and isinstance(problem, ConflictError)):  # the next try learns that it was edited
                     self._leave_out(name, problem)
         self._report_progress()
         return stored

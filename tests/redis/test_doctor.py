@@ -664,7 +664,7 @@ class Unwell(schedule):
     [
         ({"jitter": -1}, "cannot be stored, so the one of before runs: policy: jitter must be"),
         ({"args": [object()]}, "cannot be stored, so the one of before runs: entry 'mine' cannot"),
-        ({"schedule": Unwell(60)}, "was not stored, so the one of before runs: the log of beat says why"),
+        ({"schedule": Unwell(60)}, "the log of beat says why (not_added). Beat tries it again every minute"),
     ],
     ids=["a typo", "an argument", "a schedule"],
 )

@@ -59,7 +59,7 @@ PLAIN, SINGLE = "tests.system.apps.plain", "tests.system.apps.single"
 QUEUE = "celery"
 SCHEDULE, STATICS, PENDING = "redbeat::schedule", "redbeat::statics", "redbeat::pending"
 HISTORY, LOCK, LEADER = "redbeat::history", "redbeat::lock", "redbeat::leader"
-QUARANTINE, LOST = "redbeat::quarantine", "redbeat::lost"
+QUARANTINE, LOST, OWNERS = "redbeat::quarantine", "redbeat::lost", "redbeat::owners"
 HOUR = timedelta(hours=1)
 
 
@@ -493,6 +493,85 @@ def test_a_clock_that_was_ahead_finishes_no_entry_whose_end_has_not_come(bench):
     scheduler.tick()
 
     assert 0 < bench.score() - datetime.now(UTC).timestamp() <= 3600
+
+
+def bounded_by(kind: str, now: datetime) -> dict[str, Any]:
+    """Return the schedule and policy of an entry whose last time comes in two hours."""
+    end, start = now + 2 * HOUR, now + timedelta(minutes=1)
+    spans = {"count": {"count": 121}, "until": {"until": end}}
+    if kind in spans:
+        return {"every": rrule("MINUTELY", dtstart=now, **spans[kind])}
+    return {"every": timedelta(minutes=1), "end_time": end, **({"start_time": start} if kind == "start" else {})}
+
+
+@pytest.mark.parametrize("other_leader", [False, True], ids=["same leader", "next leader"])
+@pytest.mark.parametrize("kind", ["end", "start", "until", "count"])
+def test_a_clock_that_was_days_ahead_ends_no_entry_before_its_end(bench, kind, other_leader):
+    now = datetime.now(UTC)
+    bench.put(ago=timedelta(minutes=1), **bounded_by(kind, now))
+    scheduler = bench.scheduler()
+    for _ in range(2):
+        bench.tick(at=now + 24 * HOUR)
+    assert bench.score() == PARKED
+    if other_leader:
+        scheduler.close()
+        scheduler = bench.scheduler()
+
+    scheduler.tick()
+
+    assert 0 < bench.score() - now.timestamp() <= 180
+    sent = len(bench.names)
+    bench.tick(at=now + HOUR)
+    assert len(bench.names) == sent + 1
+    for _ in range(2):
+        bench.tick(at=now + 2.5 * HOUR)
+    assert bench.score() == PARKED
+
+
+def test_a_clock_that_was_hours_ahead_silences_no_entry_of_some_hours(bench):
+    """Its last time by the wrong clock lies less than three hours ahead, and its next one is of tomorrow."""
+    now = datetime.now(UTC)
+    hours = {now.hour, (now.hour + 1) % 24}
+    bench.put(every=crontab(hour=hours), ago=timedelta(minutes=1), timezone="UTC")
+    scheduler = bench.scheduler()
+    bench.tick(at=now + 12 * HOUR)
+    assert bench.score() > (now + 12 * HOUR).timestamp()
+
+    scheduler.tick()
+
+    assert 0 < bench.score() - now.timestamp() <= 120
+
+
+def test_a_clock_that_was_an_hour_ahead_repeats_no_time_before_the_end(bench):
+    now = datetime.now(UTC)
+    bench.put(every=timedelta(minutes=1), ago=timedelta(minutes=1), end_time=now + HOUR)
+    scheduler = bench.scheduler()
+    for _ in range(2):
+        bench.tick(at=now + 2 * HOUR)
+
+    scheduler.tick()
+
+    assert bench.score() == PARKED
+
+
+@pytest.mark.parametrize("grace", [None, 60], ids=["sent", "missed"])
+def test_an_only_time_that_was_sent_by_a_wrong_clock_is_not_sent_again(bench, grace):
+    now = datetime.now(UTC)
+    bench.put("once", every=clocked(now + 2 * HOUR), ago=None, misfire_grace_time=grace)
+    bench.put("used up", every=timedelta(minutes=1), max_runs=7)
+    bench.put("long over", every=clocked(now - 2 * HOUR), ago=HOUR)
+    scheduler = bench.scheduler()
+    for _ in range(2):
+        bench.tick(at=now + 24 * HOUR)
+
+    scheduler.tick()
+
+    assert bench.names == ([] if grace else ["once"])
+    assert bench.score("once") == ((now + 2 * HOUR).timestamp() if grace else PARKED)
+    assert (bench.score("used up"), bench.score("long over")) == (PARKED, PARKED)
+    for _ in range(2):
+        bench.tick(at=now + 2 * HOUR)
+    assert bench.names == ["once"]
 
 
 @pytest.mark.parametrize("resumed", ["before", "after"])
@@ -2646,6 +2725,116 @@ def test_an_entry_that_was_left_out_is_not_tried_over_one_that_is_stored(server,
         scheduler.tick()
 
     assert redis.hget("redbeat:away", "definition") == before
+
+
+@pytest.fixture
+def deployed(server, redis, bench_on, monkeypatch):
+    """Return a scheduler with another task for its stored entry; its schedule fails as the term begins."""
+    monkeypatch.setattr("singlebeat.beat.scheduler.LEFT_OUT_EVERY", 0.0)
+    entry = {"task": PLAIN, "schedule": Away(3600), "args": ["old"]}
+    bench = bench_on(server, beat_schedule={"away": entry})
+    before = bench.scheduler()
+    before.tick()
+    before.close()
+    monkeypatch.setattr(Away, "cause", "no route")
+    bench.conf["beat_schedule"] = {"away": {**entry, "args": ["new"]}}
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    scheduler.tick()
+    assert arguments(redis, "away") == ["old"]
+    return scheduler
+
+
+def arguments(redis, name: str) -> list[Any]:
+    return json.loads(redis.hget(f"redbeat:{name}", "definition"))["args"]
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "pause"])
+def test_a_change_that_was_left_out_is_stored_once_its_schedule_answers(
+    deployed, redis, monkeypatch, logged, meanwhile
+):
+    if meanwhile == "pause":
+        Schedule(deployed.app).pause("away")
+        deployed.tick()
+    monkeypatch.setattr(Away, "cause", None)
+
+    deployed.tick()
+
+    assert arguments(redis, "away") == ["new"]
+    assert [line["entry"] for line in logged("added")] == ["away"]
+    assert ("paused" in (redis.hget("redbeat:away", "policy") or "")) is (meanwhile == "pause")
+
+
+@pytest.mark.parametrize("when", ["before a try", "in a try"])
+def test_a_change_that_was_left_out_replaces_no_edit_of_this_term(deployed, redis, monkeypatch, logged, when):
+    def edit() -> None:
+        entry = Schedule(deployed.app).get("away")
+        entry.args = ["edited"]
+        entry.save()
+
+    monkeypatch.setattr(Away, "cause", None)
+    if when == "before a try":
+        edit()
+    else:
+        install = deployed.statics.install
+        with monkeypatch.context() as patch:
+            patch.setattr(deployed.statics, "install", lambda *args, **options: edit() or install(*args, **options))
+            deployed.tick()
+    for _ in range(2):
+        deployed.tick()
+
+    assert arguments(redis, "away") == ["edited"]
+    assert [line["reason"] for line in logged("not_added") if "no route" not in str(line["reason"])] == []
+    assert logged("added") == []
+
+
+def test_an_entry_of_an_app_that_is_gone_is_taken_over_without_a_new_term(server, redis, bench_on, monkeypatch):
+    monkeypatch.setattr("singlebeat.beat.scheduler.LEFT_OUT_EVERY", 0.0)
+    entry = {"task": PLAIN, "schedule": 3600, "args": ["old"]}
+    bench = bench_on(server, beat_schedule={"both": entry}, singlebeat_other_app_check="ignore")
+    gone = bench.scheduler()
+    gone.tick()
+    gone.close()
+    redis.hset(OWNERS, "both", "gone")
+    bench.conf["beat_schedule"] = {"both": {**entry, "args": ["new"]}}
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    scheduler.tick()
+    assert arguments(redis, "both") == ["old"]
+
+    redis.hdel(OWNERS, "both")
+    scheduler.tick()
+
+    assert arguments(redis, "both") == ["new"]
+    assert redis.hget(OWNERS, "both") == scheduler.statics.owner
+
+
+def test_an_entry_that_was_removed_and_left_out_is_back_once_it_is_usable(server, redis, bench_on, monkeypatch):
+    """It cannot even be made as the term begins, so the copy that was kept of it is put back by a later try."""
+    monkeypatch.setattr("singlebeat.beat.scheduler.LEFT_OUT_EVERY", 0.0)
+    entry = {"task": PLAIN, "schedule": 3600, "args": ["old"]}
+    bench = bench_on(server, beat_schedule={"back": entry})
+    made = Scheduler._maybe_entry
+
+    def make(self: Scheduler, name: str, given: Any) -> Any:
+        if Away.cause:
+            raise OSError(Away.cause)
+        return made(self, name, given)
+
+    monkeypatch.setattr(Scheduler, "_maybe_entry", make)
+    for given, cause in (({"back": entry}, None), ({}, None), ({"back": {**entry, "args": ["new"]}}, "no route")):
+        bench.conf["beat_schedule"] = given
+        monkeypatch.setattr(Away, "cause", cause)
+        scheduler = bench.scheduler()
+        scheduler.tick()
+        if not cause:
+            scheduler.close()
+    assert not redis.exists("redbeat:back")
+
+    monkeypatch.setattr(Away, "cause", None)
+    scheduler.tick()
+
+    assert arguments(redis, "back") == ["new"]
 
 
 def test_a_schedule_that_has_vanished_is_installed_again(server, redis, bench_on, caplog):

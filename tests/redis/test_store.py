@@ -1298,7 +1298,7 @@ def test_a_name_that_another_app_has_for_something_else_is_refused(install_as, r
 
     assert json.loads(redis.hget("redbeat:both", "definition"))["task"] == "shop.bill"
     assert "app shop has another entry of this name: rename one of them" in str(problems["both"])
-    assert "HDEL redbeat::owners both, then celery singlebeat resign" in str(problems["both"])
+    assert "HDEL redbeat::owners both: beat tries it again every minute" in str(problems["both"])
     assert set(redis.zrange(SCHEDULE, 0, -1)) == {"redbeat:both", "redbeat:mine"}
     install_as("shop", both="shop.bill", more="shop.bill")  # and changes it at will, as long as it is its own
     install_as("shop", both="shop.other")

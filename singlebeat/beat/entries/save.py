@@ -69,6 +69,7 @@ def save_entries(
     keep_disabled: bool = False,
     dry_run: bool = False,
     fence: Fence | None = None,
+    over: Mapping[str, tuple[str, str]] | None = None,
 ) -> Mapping[str, EntryError | None]:
     """Store entries by name, and return the error of each entry, None if there is none.
 
@@ -82,6 +83,7 @@ def save_entries(
         keep_disabled: leave disabled entries disabled; paused entries stay paused in any case.
         dry_run: store nothing, and return the errors that storing would have.
         fence: as ``write_fields`` takes it.
+        over: by name, definition and policy that are to be replaced: ``ConflictError`` if others are stored.
 
     Raises:
         FencedError: another beat leads; earlier batches are stored.
@@ -91,7 +93,8 @@ def save_entries(
     for at in range(0, len(names), BATCH):
         left: Sequence[str] = names[at : at + BATCH]
         for _ in range(ATTEMPTS):
-            wishes = _plan(client, keys, {name: entries[name] for name in left}, results, now, keep_disabled)
+            planned = {name: entries[name] for name in left}
+            wishes = _plan(client, keys, planned, results, now, keep_disabled, over or {})
             if dry_run:
                 left = ()
                 break
@@ -113,6 +116,7 @@ def _plan(
     results: dict[str, EntryError | None],
     now: datetime,
     keep_disabled: bool,
+    over: Mapping[str, tuple[str, str]],
 ) -> Mapping[str, _Wish]:
     members = dict[str, str]()
     for name in entries:
@@ -137,7 +141,8 @@ def _plan(
                 keys.check_other(name)
                 if not name.strip():  # most often an unset variable of a shell
                     raise EntryError(f"there can be no entry {name!r}: its name is blank")  # noqa: TRY301
-            if entry.version is not None and entry.version != (definition or "", policy or ""):
+            found_before = over.get(name, entry.version)
+            if found_before is not None and found_before != (definition or "", policy or ""):
                 raise ConflictError(f"entry {name!r} was changed since it was read: read it again")  # noqa: TRY301
             results[name] = None
             wanted = entry.encode()

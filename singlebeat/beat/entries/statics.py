@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ...clients import RedisClient
     from .fields import Fence
 
-__all__ = ("OPERATORS", "Statics", "is_from_code", "owner_of", "signature_of")
+__all__ = ("OPERATORS", "Statics", "are_same_but_paused", "is_from_code", "owner_of", "signature_of")
 
 log = Log("celery.beat")
 
@@ -155,8 +155,23 @@ class Statics:
                     if not _is_same(entry, fields[0], fields[2]):
                         yield name, ""
 
+    def stored(self, names: Collection[str]) -> Mapping[str, tuple[str, str]]:
+        """Return definition and policy of entries as they are stored, by name; both are empty if there is none."""
+        possible, found = [name for name in names if self.keys.is_possible(name)], dict[str, tuple[str, str]]()
+        for at in range(0, len(possible), BATCH):
+            batch = possible[at : at + BATCH]
+            rows = read_fields(self.client, [self.keys.prefix + name for name in batch])
+            for name, fields in zip(batch, rows, strict=True):
+                found[name] = ("", "") if isinstance(fields, str) else (fields[0] or "", fields[2] or "")
+        return found
+
     def install(
-        self, entries: Mapping[str, Entry], now: datetime, *, owns: bool = True
+        self,
+        entries: Mapping[str, Entry],
+        now: datetime,
+        *,
+        owns: bool = True,
+        over: Mapping[str, tuple[str, str]] | None = None,
     ) -> Mapping[str, EntryError | None]:
         """Store entries, and return by name why one could not be stored, None if it is.
 
@@ -166,6 +181,7 @@ class Statics:
         Args:
             owns: remember that new and restored ones come from ``beat_schedule``, before they are stored: if this beat
                 ends in between, a later one knows it.
+            over: as ``save_entries`` takes it. A parked entry that is restored is replaced in any case.
         """
         possible = [name for name in entries if self.keys.is_possible(name)]
         owners = self._owners(possible)
@@ -175,10 +191,12 @@ class Statics:
         missing = [*self.missing(absent)]
         if owns:
             self._own(missing, owners)
+        over = dict(over or {})
         for at in range(0, len(missing), BATCH):
-            self._unpark(missing[at : at + BATCH], now)
-        fence = self._fence()
-        saved = save_entries(self.client, self.keys, entries, now, self._author, keep_disabled=True, fence=fence)
+            for name in self._unpark(missing[at : at + BATCH], now):
+                over.pop(name, None)
+        author, fence = self._author, self._fence()
+        saved = save_entries(self.client, self.keys, entries, now, author, keep_disabled=True, fence=fence, over=over)
         return {**results, **saved}
 
     def _own(self, names: Sequence[str], owners: Mapping[str, Sequence[str]]) -> None:
@@ -219,7 +237,7 @@ class Statics:
                 if not isinstance(fields, str) and fields[0] and not _is_same(entries[name], fields[0], fields[2]):
                     why = f"app {', '.join(sorted(others[name]))} has another entry of this name"
                     hint = f"rename one of them, or, if that app is gone, HDEL {shlex.join((self.keys.owners, name))}"
-                    hint += ", then celery singlebeat resign"  # entries are installed when a term begins
+                    hint += ": beat tries it again every minute"
                     refused[name] = EntryError(f"{why}: {hint}")
         return refused
 
@@ -244,22 +262,23 @@ class Statics:
         lock, token = self._fence() or (self.keys.schedule, "")
         return replies_of(what(self.client, [lock, *keys], [token, *args]))
 
-    def _unpark(self, names: Sequence[str], now: datetime) -> None:
-        """Put parked entries back."""
+    def _unpark(self, names: Sequence[str], now: datetime) -> Sequence[str]:
+        """Put parked entries back, and return their names."""
         parked = [self.keys.parked(name) for name in names]
         if not parked or not self.client.exists(*parked):  # the usual case, and far cheaper than to read them
-            return
+            return ()
         read = zip(names, read_fields(self.client, parked), strict=True)
         found = [(name, fields[1], fields[3]) for name, fields in read if not isinstance(fields, str) and any(fields)]
         if not found:
-            return
+            return ()
         touched = [self.keys.changes, self.keys.pending]
         touched += [key for name, *_ in found for key in (self.keys.prefix + name, self.keys.parked(name))]
         rows = packed((name, _since(meta, since, now)) for name, meta, since in found)
         replies = self._call(UNPARK, touched, self.owner, *self._author, rows)
-        for (name, *_), is_back in zip(found, replies, strict=True):
-            if is_back:
-                log.info("beat: Static schedule entry '%(entry)s' is back.", event="entry_back", entry=name)
+        back = [name for (name, *_), is_back in zip(found, replies, strict=True) if is_back]
+        for name in back:
+            log.info("beat: Static schedule entry '%(entry)s' is back.", event="entry_back", entry=name)
+        return back
 
 
 def _is_same(entry: Entry, definition: str, policy: str | None) -> bool:
@@ -273,6 +292,18 @@ def _is_same(entry: Entry, definition: str, policy: str | None) -> bool:
         )
     except (EntryError, ValueError, TypeError):
         return False
+
+
+def are_same_but_paused(stored: tuple[str, str], before: tuple[str, str]) -> bool:
+    """Return whether definition and policy of an entry are as before, apart from a pause of an operator."""
+    wishes = []
+    for _, policy in (stored, before):
+        try:
+            found = json.loads(policy or "{}")
+        except (ValueError, RecursionError):
+            found = policy
+        wishes.append({**found, **dict.fromkeys(OPERATORS)} if isinstance(found, dict) else found)
+    return stored[0] == before[0] and wishes[0] == wishes[1]
 
 
 def _without_state(fields: Mapping[str, object]) -> Mapping[str, object]:

@@ -19,13 +19,17 @@ if TYPE_CHECKING:
     from ..keys import Keys
     from .lease import Term
 
-__all__ = ("LAST_INSTANT", "LONGEST_STEP_BACK", "Clock", "latest_shown")
+__all__ = ("LAST_INSTANT", "LONGEST_STEP_BACK", "WRONG_PAST", "Clock", "latest_shown")
 
 log = Log("celery.beat")
 
 #: How far ahead the past of an entry may lie, so that runs of before the clock was set back are not repeated. A past
 #: that lies further ahead comes from a wrong clock, and must not silence its entry (cron(8) of Debian has this limit).
 LONGEST_STEP_BACK = timedelta(hours=3)
+
+#: The place of an entry whose past comes from a clock that was further ahead than that, even if the past lies less far
+#: ahead: the last time before an end, or before a night. A tick lets the entry count from now. No entry is due then.
+WRONG_PAST = 1.0
 
 #: The last second before the year 10000: a later place is no time in seconds since 1970.
 LAST_INSTANT = datetime.max.replace(microsecond=0, tzinfo=UTC).timestamp()
@@ -112,8 +116,8 @@ class Clock:
     def _reschedule_ahead(self, now: datetime) -> None:
         about = {"before": self._latest, "now": now}
         log.warning("beat: The clock was set back from %(before)s to %(now)s", event="clock_set_back", **about)
-        limit = now + LONGEST_STEP_BACK
-        waiting = self.client.zrangebyscore(self.keys.schedule, f"({limit.timestamp()!r}", "+inf")
+        limit = (now + LONGEST_STEP_BACK).timestamp()
+        waiting = self.client.zrangebyscore(self.keys.schedule, f"({limit!r}", "+inf")
         # The clock may have shown a time after their end.
         waiting += self.client.zrangebyscore(self.keys.schedule, PARKED, PARKED)
         for at in range(0, len(waiting), BATCH):
@@ -121,8 +125,8 @@ class Clock:
             members = waiting[at : at + BATCH]
             entries = [self.keys.entry(member) for member in members]
             found = zip(members, read_fields(self.client, entries), strict=True)
-            if ahead := [member for member, fields in found if _counts_from(fields, now) > limit]:
-                self.client.zadd(self.keys.schedule, dict.fromkeys(ahead, 0), xx=True)
+            if ahead := [member for member, fields in found if _counts_from(fields, now) > now]:
+                self.client.zadd(self.keys.schedule, dict.fromkeys(ahead, WRONG_PAST), xx=True)
         self._retry_pending(now)
 
     def _retry_pending(self, now: datetime) -> None:

@@ -186,7 +186,7 @@ def _removed(app: Celery, statics: Statics, state: ScheduleStatus) -> Iterator[F
 
 
 def _outdated(app: Celery, statics: Statics) -> Iterator[Finding]:
-    """Check for entries that are not stored as ``beat_schedule`` gives them; each term stores them only once."""
+    """Check for entries that are not stored as ``beat_schedule`` gives them."""
     entries, found = Schedule(app), [*islice(statics.outdated(), MOST_NAMED + 1)]
     for name, why in found[:MOST_NAMED]:
         changes = (each for each in entries.changes(name, MOST_CHANGES) if set(each.differences).difference(OPERATORS))
@@ -197,7 +197,7 @@ def _outdated(app: Celery, statics: Statics) -> Iterator[Finding]:
         elif change is None or change.by == "beat_schedule":
             text = (
                 "its definition in beat_schedule was not stored, so the one of before runs: the log of beat says why "
-                "(not_added). To try again: celery singlebeat resign"
+                "(not_added). Beat tries it again every minute"
             )
             yield Finding("problem", f"entry {name}", text)
         else:
