@@ -292,7 +292,7 @@ def native(url: str) -> str:
 def private(
     url: str, *, timeout: float, retries: int = 2, options: ClientOptions | None = None, setting: str = ""
 ) -> RedisClient:
-    """Return a new client with its own connections.
+    """Return a new client with its own connections; it connects on its first call.
 
     Args:
         url: URL of one server, or URLs of sentinels or cluster nodes, separated by ``;``.
@@ -303,7 +303,6 @@ def private(
 
     Raises:
         ConfigError: the URL or the options cannot be used; the message masks the password.
-        RedisError: no node of the cluster answers. Clients of other servers connect on their first call.
     """
     try:
         return _client(_NEXT_URL.split(url), timeout, retries, dict(options or {}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import local
 from typing import TYPE_CHECKING, Any, Self
 
 from redis import RedisCluster
@@ -34,14 +35,15 @@ def _as_redis_errors() -> Iterator[None]:
 class Cluster(RedisCluster):
     """A client of a Redis Cluster that raises only RedisErrors, and retries pipelines like single calls.
 
+    As the client of one server does, it connects on its first call; redis-py's own connects when it is made.
+
     Args:
         nodes: mappings with ``host`` and ``port``; one reachable node is enough.
         retries: number of retries of a call.
         repeated: function that retries a callable until it succeeds or the time is up; None: only ``retries`` counts.
-
-    Raises:
-        RedisError: no node answers.
     """
+
+    _is_connected = False
 
     def __init__(
         self,
@@ -53,17 +55,24 @@ class Cluster(RedisCluster):
     ) -> None:
         if kwargs.pop("db", 0):
             raise ValueError("a cluster has database 0 only")
-        first = [
-            ClusterNode(node.get("host", "localhost"), int(node.get("port", 6379)))  # type: ignore[no-untyped-call]
-            for node in nodes
-        ]
-        self._repeated = repeated
-        with _as_redis_errors():
-            super().__init__(startup_nodes=first, retry=Retry(NoBackoff(), retries), **kwargs)
+        addresses = [(node.get("host", "localhost"), int(node.get("port", 6379))) for node in nodes]
+
+        def connect() -> None:
+            # New ones each time: redis-py replaces them by those that it finds.
+            first = [ClusterNode(host, port) for host, port in addresses]  # type: ignore[no-untyped-call]
+            super(Cluster, self).__init__(startup_nodes=first, retry=Retry(NoBackoff(), retries), **kwargs)
+
+        self._repeated, self._connect = repeated, connect
+        self._connecting = local()  # without a lock, for which each thread would wait as long as all before it
 
     def execute_command(self, *args: object, **kwargs: object) -> Any:
         """Send a command to its node or nodes."""
         return self._repeat(lambda: super(Cluster, self).execute_command(*args, **kwargs))  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Close the connections to all nodes."""
+        if self._is_connected:
+            super().close()
 
     def pipeline(self, transaction: object = None, shard_hint: object = None) -> _Pipeline:
         """Return a pipeline without a transaction; scripts do the work that must be atomic."""
@@ -72,9 +81,29 @@ class Cluster(RedisCluster):
     def _repeat(self, do: Callable[[], object]) -> Any:
         def converting() -> object:
             with _as_redis_errors():
+                self._ensure_connected()
                 return do()
 
         return self._repeated(converting) if self._repeated else converting()
+
+    def __getattr__(self, name: str) -> Any:
+        # Some methods of redis-py use attributes before they send a command, as exists() does.
+        if self._is_connected or getattr(self._connecting, "now", False) or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        with _as_redis_errors():
+            self._ensure_connected()
+        return getattr(self, name)
+
+    def _ensure_connected(self) -> None:
+        # Some versions of redis-py send a command within it.
+        if self._is_connected or getattr(self._connecting, "now", False):
+            return
+        self._connecting.now = True
+        try:
+            self._connect()
+        finally:
+            self._connecting.now = False
+        self._is_connected = True
 
 
 class _Pipeline:
@@ -91,15 +120,15 @@ class _Pipeline:
 
         return note
 
-    def execute(self) -> Any:
-        """Send the commands and return their replies."""
+    def execute(self, raise_on_error: bool = True) -> Any:
+        """Send the commands and return their replies; with ``raise_on_error`` a server's error is raised."""
         commands, self._commands = self._commands, []
 
         def do() -> object:
             pipe = self._new()
             for name, args, kwargs in commands:
                 getattr(pipe, name)(*args, **kwargs)
-            return pipe.execute()
+            return pipe.execute(raise_on_error)
 
         return self._repeat(do)
 

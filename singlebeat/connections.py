@@ -86,15 +86,11 @@ def schedule_server(app: Celery) -> Endpoint:
 def check_schedule_server(app: Celery) -> None:
     """Check the settings of the schedule's server without a connection.
 
-    A cluster's client is not built, because it would connect at once.
-
     Raises:
         ConfigError: as ``schedule_client``.
     """
     if getattr(app, "redbeat_redis", None) is None:
-        server = schedule_server(app)
-        if not is_cluster(server.url, server.options):
-            schedule_client(app)
+        schedule_client(app)
 
 
 def schedule_url(app: Celery) -> str:

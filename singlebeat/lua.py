@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,10 @@ from redis.exceptions import NoScriptError, RedisError
 if TYPE_CHECKING:
     from .clients import RedisClient
 
-__all__ = ("Script", "packed", "script")
+__all__ = ("Script", "answered_scripts", "noting_answers", "packed", "script")
+
+#: The names of the scripts that were answered within ``noting_answers``.
+_answered: ContextVar[set[str] | None] = ContextVar("_answered", default=None)
 
 
 #: Made once, because making an encoder costs more than encoding a short row. It escapes nothing, so that bytes that are
@@ -43,12 +48,30 @@ class Script:
         """Run the script once and return its reply; an error of the server says in ``script`` which script it was."""
         try:
             try:
-                return client.evalsha(self.sha, len(keys), *keys, *args)
+                reply = client.evalsha(self.sha, len(keys), *keys, *args)
             except NoScriptError:
-                return client.eval(self.text, len(keys), *keys, *args)
+                reply = client.eval(self.text, len(keys), *keys, *args)
         except RedisError as exc:
             exc.script = self.name  # type: ignore[attr-defined]
             raise
+        if (answered := _answered.get()) is not None:
+            answered.add(self.name)
+        return reply
+
+
+@contextmanager
+def noting_answers() -> Iterator[None]:
+    """Note the scripts that are answered, for one command or request: its error has to say what it has done before."""
+    token = _answered.set(set())
+    try:
+        yield
+    finally:
+        _answered.reset(token)
+
+
+def answered_scripts() -> Collection[str]:
+    """Return the names of the scripts that were answered within ``noting_answers``; none outside of it."""
+    return _answered.get() or ()
 
 
 @cache

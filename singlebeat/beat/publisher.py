@@ -71,7 +71,9 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
                 return super().apply_async(entry, producer=producer, advance=advance, **kwargs)
         except SchedulingError as exc:
             errors = (*self.connection.connection_errors, *self.connection.channel_errors)
-            if isinstance(exc.__context__, errors):  # RabbitMQ has closed the channel: the next message would fail, too
+            # RabbitMQ has closed the channel: the next message would fail, too. A message for an outbox is only made,
+            # and each KeyError is for kombu one of a connection to Redis: the other messages need that channel.
+            if producer is not self._collecting and isinstance(exc.__context__, errors):
                 self.forget_broker()
             raise
 

@@ -21,6 +21,7 @@ from kombu.exceptions import OperationalError
 from ..beat.store.probe import lock_server_says, schedule_server_says
 from ..connections import RedisError, schedule_place
 from ..errors import ConfigError, LockBackendError, SinglebeatError
+from ..lua import noting_answers
 from . import Reporting
 
 __all__ = (
@@ -80,6 +81,7 @@ def command(name: str, *params: Decorator) -> Callable[[Callable[..., object]], 
     def make(function: Callable[..., object]) -> click.Command:
         @functools.wraps(function)
         @click.pass_context
+        @noting_answers()
         def run(ctx: click.Context, /, **kwargs: object) -> None:
             if os.environ.get("NO_COLOR") or getattr(ctx.obj, "no_color", False):
                 ctx.color = False  # for all output of click, which prints colours on terminals only

@@ -7,7 +7,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -115,8 +114,7 @@ class RedisBackend(BaseBackend):
         backend = cls(server.url, **{**given, **server.options, **config.singleton_backend_kwargs})
         backend.setting = server.setting
         if own_connections:
-            with suppress(RedisError):  # a cluster that is unreachable now may be reachable when it is needed
-                _ = backend.redis  # wrong options are an error at the start
+            _ = backend.redis  # wrong options are an error at the start
         return backend
 
     @property

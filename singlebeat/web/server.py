@@ -44,7 +44,22 @@ class _Guarded:
                 message["headers"] = [*message["headers"], *(pair for pair in added if pair[0] not in given)]
             await send(message)
 
-        await self.inner(scope, receive, guarded)
+        inner: ASGIApp = _REFUSED if _is_ambiguous(scope) else self.inner
+        await inner(scope, receive, guarded)
+
+
+#: The answer to a request that a proxy before the page may have read as another one.
+_REFUSED = Response(
+    "a request has Content-Length or Transfer-Encoding, not both",
+    400,
+    headers={"Connection": "close"},
+    media_type="text/plain",
+)
+
+
+def _is_ambiguous(scope: Scope) -> bool:
+    """Return whether two headers of a request say where its body ends (RFC 9112, section 6.1)."""
+    return {b"content-length", b"transfer-encoding"} <= {name.lower() for name, _ in scope.get("headers", ())}
 
 
 def make_app(site: Site, gate: Gate, *, nonce: Callable[[Any], str] | None = None) -> Starlette:

@@ -12,6 +12,7 @@ from ..beat.calendar.words import in_words
 from ..connections import RedisError
 from ..errors import SinglebeatError
 from ..log import Log
+from ..lua import noting_answers
 from . import edits
 from .actions import ACTIONS, FORMS, SAID, Action, Form, Page
 from .api.api import Api, refusal
@@ -64,6 +65,7 @@ class Site:
         self.api = Api(self.board, gate)
         self.token_field = token_field
 
+    @noting_answers()
     def answer(self, request: PageRequest, user: User) -> PageReply:
         """Answer a request of a user who was admitted; an error becomes a page that says what to do."""
         try:

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import pytest
 from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from singlebeat import signals
 from singlebeat.beat.entries.entry import DELETE
@@ -24,6 +25,8 @@ from singlebeat.beat.schedule import PROPOSE
 from singlebeat.beat.store.changes import NOTICE
 from singlebeat.beat.store.claims import SETTLE
 from singlebeat.beat.store.dispatches import DISPATCH
+from singlebeat.beat.store.probe import _SHOWN_BY
+from singlebeat.connections import schedule_client
 from singlebeat.lua import Script, packed, script
 from tests.proxy import LossyProxy
 from tests.redis.bench import Bench
@@ -517,3 +520,42 @@ def test_a_command_that_could_only_read_was_not_done(bench, proxy, cli):
     proxy.lose_next_reply(b"redbeat:e")
 
     assert "may have been done" not in cli("trigger", "e", app=bench.app, code=2).output
+
+
+@pytest.mark.parametrize(
+    ("args", "shown_by"),
+    [
+        (("add", "new", PLAIN, "--every", "60"), "changes"),
+        (("edit", "e", "--set", "jitter=3"), "changes"),
+        (("pause", "e"), "changes"),
+        (("delete", "e"), "changes"),
+        (("pause", "--all"), "changes"),
+        (("resign",), "status"),
+    ],
+)
+def test_a_command_that_is_cut_off_after_its_change_says_so(bench, redis, cli, monkeypatch, args, shown_by):
+    """It may read for its words what it has changed: each of its calls fails from the change on."""
+    bench.put()
+    bench.tick()
+    client, called = schedule_client(bench.app), Script.__call__
+    answer, is_cut_off = client.execute_command, False
+
+    def call(script, *args):
+        nonlocal is_cut_off
+        reply = called(script, *args)
+        is_cut_off = script.name in _SHOWN_BY
+        return reply
+
+    def execute(*args, **options):
+        if is_cut_off:
+            raise RedisConnectionError("cut off")
+        return answer(*args, **options)
+
+    monkeypatch.setattr(Script, "__call__", call)
+    monkeypatch.setattr(client, "execute_command", execute)
+
+    result = cli(*args, app=bench.app, code=None)
+
+    assert is_cut_off
+    hint = f". It may have been done all the same: before you repeat it, see celery singlebeat {shown_by}\n"
+    assert result.exit_code == 0 or (result.exit_code == 2 and result.output.endswith(hint))

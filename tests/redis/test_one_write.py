@@ -710,6 +710,32 @@ def test_a_message_that_cannot_be_made_is_no_others_concern(bench):
     assert sorted(bench.decisions) == ["dispatched", "dispatched", "publish_failed"]
 
 
+@pytest.mark.parametrize("is_one_write", [True, False], ids=["one write", "several writes"])
+@pytest.mark.parametrize("error", [KeyError, AttributeError])
+@pytest.mark.parametrize("ago", [1.4, 1.6], ids=["later", "earlier"])
+def test_a_message_that_cannot_be_made_leaves_the_channel_to_others(bench, monkeypatch, is_one_write, error, ago):
+    """Some of these errors are for kombu those of a lost connection."""
+    if not is_one_write:
+        monkeypatch.setattr(one_write.OneWrite, "_may_be_possible", lambda _: False)
+
+    make = bench.app.amqp.create_task_message
+
+    def create(*args: Any, **options: Any) -> Any:
+        if ["bad"] in args:
+            raise error("a")
+        return make(*args, **options)
+
+    monkeypatch.setitem(vars(bench.app.amqp), "create_task_message", create)
+    bench.put("bad", ago=ago * timedelta(hours=1))
+    bench.put("before", ago=1.55 * timedelta(hours=1))
+    bench.put("after", ago=1.45 * timedelta(hours=1))
+    bench.scheduler(app=bench.app)
+
+    bench.tick()
+
+    assert sorted(bench.names) == ["after", "before"]
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_message_that_reaches_no_queue_has_failed(server, redis, own_server, bench_on, elsewhere):
     bench = bench_on(server, **({"broker_url": own_server.celery_url} if elsewhere else {}))

@@ -127,6 +127,24 @@ class _Node(RedisServer):
         return [*super()._command(), *bus, "--repl-diskless-sync-delay", "0"]
 
 
+class OneNode(_Node):
+    """A whole cluster of one node, quick to start."""
+
+    def start(self) -> Self:
+        """Start it, and return when it keeps all slots."""
+        super().start()
+        client = self.client()
+        if Cluster.info(client)["cluster_slots_assigned"] == "0":  # a restarted node knows them
+            client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+        wait_until(lambda: Cluster.info(client)["cluster_state"] == "ok", timeout=60, what="the cluster to be whole")
+        return self
+
+    @property
+    def cluster_url(self) -> str:
+        """Its URL as a cluster."""
+        return f"redis-cluster://127.0.0.1:{self.port}"
+
+
 class Cluster:
     """Three masters; the one that keeps the slot of a key has a replica.
 
@@ -164,15 +182,16 @@ class Cluster:
         wait_until(self._ready, timeout=60, what="the cluster to be whole")
 
     def _known(self, client: Any) -> int:
-        return int(self._info(client)["cluster_known_nodes"])
+        return int(self.info(client)["cluster_known_nodes"])
 
     @staticmethod
-    def _info(client: Any) -> dict[str, str]:
+    def info(client: Any) -> dict[str, str]:
+        """Return what a node says of its cluster."""
         info = client.execute_command("CLUSTER INFO")
         return info if isinstance(info, dict) else dict(line.split(":", 1) for line in info.split())
 
     def _ready(self) -> bool:
-        whole = all(self._info(node.client())["cluster_state"] == "ok" for node in self.nodes)
+        whole = all(self.info(node.client())["cluster_state"] == "ok" for node in self.nodes)
         return whole and self.replica.client().info("replication").get("master_link_status") == "up"
 
     def add_user(self, name: str, *rules: str) -> None:

@@ -524,7 +524,7 @@ def test_a_cluster_wants_the_schedule_on_one_node(conf):
 
 def test_an_unreachable_cluster_is_an_error_of_redis_and_not_of_settings():
     with pytest.raises(RedisError):
-        private("redis-cluster://127.0.0.1:1", timeout=1)
+        private("redis-cluster://127.0.0.1:1", timeout=1).ping()
     with pytest.raises(LockBackendError):
         RedisBackend("redis-cluster://127.0.0.1:1").get("lock")
     away = app_with(singleton_backend_url="redis-cluster://127.0.0.1:1")

@@ -172,6 +172,21 @@ def test_an_answer_that_takes_long_is_not_cut_off(serve):
     assert '"findings"' in _get(serve(quick=True), "/api/doctor")
 
 
+@pytest.mark.parametrize("path", ["/api/status", "/static/htmx.min.js", "/pause"])
+def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(serve, path):
+    """A proxy may take what follows for the body of it, and the page for another request."""
+    lengths = "Content-Length: 5\r\nTransfer-Encoding: chunked"
+    hidden = "GET /api/entries HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", serve()), 30) as client:
+        client.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{lengths}\r\n\r\n0\r\n\r\n{hidden}".encode())
+
+        answers = _read_all(client).decode()
+
+    assert answers.startswith("HTTP/1.1 400 ")
+    assert answers.count("HTTP/1.1") == 1
+    assert answers.endswith("a request has Content-Length or Transfer-Encoding, not both")
+
+
 def _read_all(client: socket.socket) -> bytes:
     """Read until the server closes the connection, or resets it."""
     found = b""

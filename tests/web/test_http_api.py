@@ -11,10 +11,13 @@ import pytest
 from celery.schedules import crontab
 from jsonschema import Draft202012Validator, FormatChecker
 from openapi_spec_validator import OpenAPIV31SpecValidator
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from singlebeat import Schedule
 from singlebeat.beat.entries.definition import MOST_NESTED
 from singlebeat.beat.schedule import PROPOSE
+from singlebeat.connections import schedule_client
+from singlebeat.lua import Script
 from singlebeat.web.api.description import description
 from singlebeat.web.api.operations import OPERATIONS
 from singlebeat.web.security import COOKIE, Role, Users, hashed_password, hashed_token
@@ -833,3 +836,28 @@ def test_an_unreachable_server_is_a_problem_503(visit, own_server):
         client = Client(visit(of=app, client=FAR, users=Users(USERS)))
         own_server.stop()
         client("GET", "/entry", None, 503, name="e")
+
+
+def test_a_change_whose_answer_cannot_be_read_back_may_have_been_done(client, app, schedule, monkeypatch):
+    client("PUT", "/entry", {"definition": NIGHTLY}, 201, name="e")
+    server, called = schedule_client(app), Script.__call__
+    answer, is_cut_off = server.execute_command, False
+
+    def call(script, *args):
+        nonlocal is_cut_off
+        reply = called(script, *args)
+        is_cut_off = script.name == "save"
+        return reply
+
+    def execute(*args, **options):
+        if is_cut_off:
+            raise RedisConnectionError("cut off")
+        return answer(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Script, "__call__", call)
+        patched.setattr(server, "execute_command", execute)
+        problem = client("PATCH", "/entry", {"policy": {"jitter": 3}}, 503, name="e").json()
+
+    assert "It may have been done all the same" in problem["detail"]
+    assert schedule.get("e").policy.jitter == 3

@@ -14,7 +14,7 @@ from ...connections import RedisError, ResponseError, masked, schedule_client, s
 from ...errors import LockBackendError, SinglebeatError
 from ...locks import backend_of
 from ...locks.redis import RedisBackend
-from ...lua import script
+from ...lua import answered_scripts, script
 from ...server_errors import advice_of_writes, denied_command, is_denied, with_advice
 from ..keys import Keys
 from .spoilt import spoilt_keys, why_spoilt
@@ -208,11 +208,12 @@ _SHOWN_BY = {"save": "changes", "delete": "changes", "pause": "changes", "propos
 def schedule_server_says(app: Celery, exc: RedisError) -> str:
     """Return an error of the schedule's server, and what to do: name all missing rights, or all spoilt keys.
 
-    If the reply to a change is lost, it says so: a repetition could do it twice.
+    If the reply to a change is lost, or that to a later call, it says so: a repetition could do the change twice.
     """
     refused = schedule_refusal(app, exc) if is_denied(exc) else ""
     said = refused or why_spoilt(schedule_client(app), Keys.of(app), exc) or with_advice(exc)
-    shown_by = _SHOWN_BY.get(getattr(exc, "script", ""), "") if what_it_does(exc) == "does not answer" else ""
+    called = {getattr(exc, "script", ""), *answered_scripts()} if what_it_does(exc) == "does not answer" else set()
+    shown_by = next((shows for name, shows in _SHOWN_BY.items() if name in called), "")
     done = ". It may have been done all the same: before you repeat it, see celery singlebeat "
     return f"{said}{done}{shown_by}" if shown_by else said
 
