@@ -52,7 +52,7 @@ def locks_(app: Celery, as_json: bool) -> None:
 @command(
     "unlock",
     click.argument("which", required=False),
-    click.option("--force", is_flag=True, help="Free the lock even if its owner runs or is queued."),
+    click.option("--force", is_flag=True, help="Free the lock even if its owner runs: it runs on beside the next run."),
     click.option("--stale", is_flag=True, help="Free all locks whose messages are lost."),
 )
 def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: bool) -> None:
