@@ -588,7 +588,7 @@ def test_a_lock_that_ends_by_time_alone_is_no_lost_message(bench, cli, findings,
     assert f"Task {first.id} holds its lock for a fixed time" in cli("explain", "e", app=app).output
     assert "0 of 0 old queued locks were freed" in cli("unlock", "--stale", app=app).output
     assert re.search(
-        rf"task {first.id} holds its lock for a fixed time, .* in \d+ s\. --force frees it now; a run that goes on is not",
+        rf"task {first.id} holds its lock for a fixed time, .* in \d+ s\. --force frees it now; a run that goes on is",
         cli("unlock", first.id, app=app, code=1).output,
     )
     assert not [text for _, text in findings("locks", app=app)]
