@@ -108,6 +108,7 @@ class Facts:
     queue_refused: str = ""  #: why the broker refuses the queue of a pending run
     locks_away: str = ""  #: why the locks' server could not be asked
     locks_refused: str = ""  #: what the locks' server refuses, if it could be asked
+    locks_frozen: bool = False  #: it lets no worker renew or free a lock
     stored_end: StoredEnd | None = None  #: the end that the result backend has of a run without a recorded end
     results_away: str = ""  #: why the result backend could not be asked
     found: Found | None = None  #: the finding about the message of the lock, if the lock is queued
@@ -208,7 +209,7 @@ def _refusals(facts: Facts) -> Iterator[str]:
         yield f"{_sentence(refused)}. So it is not known what workers do; without that right, they may start nothing."
     if facts.locks_refused:
         refused = f"{facts.locks_refused.rstrip('.')}{_whose(facts, facts.locks_refused)}"
-        yield f"Runs may not be sent or started because of {refused}."
+        yield f"Runs may wait, or start without their locks, because of {refused}."
 
 
 def _pending(facts: Facts) -> Iterator[str]:
@@ -452,6 +453,11 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
         yield f"Task {task_id} has ended ({facts.holder_end.outcome}), and its lock was left. {_sentence(why)}"
     elif lock.unusable:
         yield f"Task {task_id} holds the lock. {_sentence(lock.unusable)}"
+    elif lock.seems_abandoned and facts.locks_frozen:
+        yield (
+            f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}: no worker can renew or free "
+            "it while its server refuses to write, so whether its worker lives is not known."
+        )
     elif lock.seems_abandoned and facts.running is not None:
         left = f"in {lock.left:.0f} s" if lock.left is not None else "soon"
         yield (

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..beat.lost_messages import AHEAD_FROM, MOST, Answers, Found, examine, free
+from ..beat.store.probe import freezes_locks, lock_place, lock_refusal
 from ..diagnosis.locks import free_one, locks_of, old
 from ..locks.key import held_up_by
 from ..run_results import flush_ends
@@ -43,8 +44,11 @@ def locks_(app: Celery, as_json: bool) -> None:
         state = "waits" if waits else lock.state + ("?" if lock.seems_abandoned else "")
         cells.append((what, record.get("entry") or "-", lock.task_id, state, age, left))
     table(("TASK (ARGS)", "ENTRY", "HELD BY", "STATE", "SINCE", "LEFT"), cells, cut=(0,))
-    for _, _, lock in rows:
-        if lock.seems_abandoned:
+    silent = [lock for _, _, lock in rows if lock.seems_abandoned]
+    if silent and freezes_locks(refused := lock_refusal(app)):
+        click.echo(marked(f"the locks' server {lock_place(app)}: {refused}", "problem"))
+    else:
+        for lock in silent:
             text = f"task {lock.task_id}: last renewed {lock.last_renewed}: its worker has probably died, or hangs"
             click.echo(marked(text, "warning"))
 

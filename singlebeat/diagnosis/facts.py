@@ -23,7 +23,14 @@ from ..beat.server_time import DIFFERS_FROM
 from ..beat.silence import silence
 from ..beat.status import ScheduleStatus
 from ..beat.store.history import History
-from ..beat.store.probe import lock_place, lock_refusal, lock_server_says, refuses_writes, schedule_refusal
+from ..beat.store.probe import (
+    freezes_locks,
+    lock_place,
+    lock_refusal,
+    lock_server_says,
+    refuses_writes,
+    schedule_refusal,
+)
 from ..config import Config
 from ..connections import broker_place, schedule_client, schedule_place
 from ..errors import EntryError, LockBackendError, UnknownEntryError
@@ -163,6 +170,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
     refused = schedule_refusal(app) if is_doubtful else ""
     # A refusal of the locks' server may be the reason why a run is not sent, or does not start.
     locks_refused = lock_refusal(app) if (pending is not None or task) and not locks_away else ""
+    locks_frozen = freezes_locks(locks_refused)
     if refuses_writes(refused) and refuses_writes(locks_refused) and lock_place(app) == schedule_place(app):
         locks_refused = ""  # it is said of the schedule's server
     stored, results_away = None, ""
@@ -194,6 +202,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         queue_refused=next(refused_queues(app, [entry]), "") if pending is not None and entry is not None else "",
         locks_away=locks_away,
         locks_refused=f"the locks' server {lock_place(app)}: {locks_refused}" if locks_refused else "",
+        locks_frozen=locks_frozen,
         stored_end=stored,
         results_away=results_away,
         found=found,
