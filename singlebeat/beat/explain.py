@@ -112,6 +112,7 @@ class Facts:
     stored_end: StoredEnd | None = None  #: the end that the result backend has of a run without a recorded end
     results_away: str = ""  #: why the result backend could not be asked
     found: Found | None = None  #: the finding about the message of the lock, if the lock is queued
+    lacking: str = ""  #: the queue of that message, which does not have it at this moment; empty if it has, or unknown
     found_in: Delivery | None = None  #: of the queue of that message; None if unknown
     without_singlebeat: Sequence[str] = ()  #: workers that answer, and have no singlebeat or no server for locks
     silent: str = ""  #: that all its last runs failed, or were skipped; empty if not
@@ -199,11 +200,17 @@ def _leadership(facts: Facts) -> Iterator[str]:
     elif facts.state.leader_silent:
         yield f"{_sentence(facts.state.leader_silent)}."
     elif facts.state.overdue:
-        yield f"Beat is behind: {facts.state.overdue_entries}. {SEE_LOG}."
+        see = "" if facts.broker_away else f" {SEE_LOG}."  # the broker may be why
+        yield f"Beat is behind: {facts.state.overdue_entries}.{see}"
 
 
 def _refusals(facts: Facts) -> Iterator[str]:
-    """Say what the broker and the locks' server refuse."""
+    """Say what the broker and the locks' server refuse, or that the broker does not answer."""
+    if facts.broker_away and facts.pending is None:  # else the claimed run waits for it
+        yield (
+            f"{_sentence(facts.broker_away.rstrip('.'))}. So it is not known what workers do, and nothing is sent if "
+            "beat does not reach it either."
+        )
     if facts.broker_refused:
         refused = facts.broker_refused.rstrip(".")
         yield f"{_sentence(refused)}. So it is not known what workers do; without that right, they may start nothing."
@@ -493,6 +500,11 @@ def _queued(facts: Facts, task_id: str) -> Iterator[str]:
         yield f"Task {task_id} has not started, and nothing more is known about its message."
         return
     yield f"{_sentence(str(found))}."
+    if facts.lacking and not found.outcome:
+        yield (
+            f"Queue {facts.lacking} does not have that message at this moment: a worker has received it, or it is lost "
+            "(a purged queue?)."
+        )
     if full := _full_holder(facts):
         others = facts.found_in.readers.keys() - {found.lock.worker} if facts.found_in is not None else ()
         though = f", though other workers may be free. {PREFETCH}" if others else ""

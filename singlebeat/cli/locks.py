@@ -9,7 +9,7 @@ import click
 
 from ..beat.lost_messages import AHEAD_FROM, MOST, Answers, Found, examine, free
 from ..beat.store.probe import freezes_locks, lock_place, lock_refusal
-from ..diagnosis.locks import free_one, locks_of, old
+from ..diagnosis.locks import free_one, locks_of, old, waiting
 from ..locks.key import held_up_by
 from ..run_results import flush_ends
 from .output import command, marked, printable, progress, show_json, table
@@ -88,7 +88,9 @@ def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: b
 
 def _unlock_stale(app: Celery, *, as_json: bool) -> None:
     """Free all locks whose messages are lost or have run elsewhere, and say why the others stay."""
-    locks, results, answers = list(old(app, locks_of(app))), list[Found](), Answers()
+    rows = list(locks_of(app))
+    locks, results, answers = list(old(app, rows)), list[Found](), Answers()
+    young = sum(1 for _ in waiting(rows)) - len(locks)
     with progress("locks checked", len(locks), quiet=as_json) as step:
         for begin in range(0, len(locks), MOST):
             batch = examine(app, locks[begin : begin + MOST], answers=answers)
@@ -98,10 +100,11 @@ def _unlock_stale(app: Celery, *, as_json: bool) -> None:
                 step()
     flush_ends(app)
     if as_json:
-        rows = [(found.lock.ref, found.outcome, found.reason) for found in results]
-        show_json([{"key": ref.key, "task_id": ref.task_id, "outcome": o, "reason": why} for ref, o, why in rows])
+        told = [(found.lock.ref, found.outcome, found.reason) for found in results]
+        show_json([{"key": ref.key, "task_id": ref.task_id, "outcome": o, "reason": why} for ref, o, why in told])
         return
     for found in results:
         what = f"freed, {found.outcome}" if found.outcome else "not freed"
         click.echo(printable(f"{found.lock.task}, task {found.lock.ref.task_id}: {what}: {found.reason}"))
-    click.echo(f"{sum(1 for found in results if found.outcome)} of {len(locks)} old queued locks were freed")
+    more = f"; {young} more are not late yet: their messages may start (see explain)" if young else ""
+    click.echo(f"{sum(1 for found in results if found.outcome)} of {len(locks)} old queued locks were freed{more}")

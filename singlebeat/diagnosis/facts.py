@@ -16,7 +16,7 @@ from ..beat.entries.statics import Statics, owner_of
 from ..beat.explain import Facts, HeldLock, record_at
 from ..beat.keys import Keys
 from ..beat.late_places import late_places
-from ..beat.lost_messages import examine, queue_here
+from ..beat.lost_messages import examine, is_in_queue, queue_here
 from ..beat.result_backend import ResultBackendError, read_end, result_place
 from ..beat.schedule import Schedule
 from ..beat.server_time import DIFFERS_FROM
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from ..beat.delivery import Delivery
     from ..beat.entries.entry import Entry
+    from ..beat.lost_messages import Found
     from ..beat.store.history import End, Record
     from ..clients import RedisClient
 
@@ -206,6 +207,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         stored_end=stored,
         results_away=results_away,
         found=found,
+        lacking=_lacking(app, found) if found is not None and workers is not None else "",
         found_in=delivery_of(app, queue_here(app, found.lock), workers) if found is not None else None,
         without_singlebeat=sorted(name for name, found in workers.versions.items() if not found) if workers else (),
         silent=_silence(app, entry, records, workers) if entry is not None else "",
@@ -253,6 +255,14 @@ def _silence(app: Celery, entry: Entry, records: Sequence[Record], workers: Work
     is_open = bool(records) and records[0].end is None  # it may be the last of several runs without an end
     recent = Schedule(app).history(entry.name, EXPLAINED) if is_open else ()
     return silence(entry, own, recent, recorded=_record_ends(workers), backlog=Backlog(app, workers).of)
+
+
+def _lacking(app: Celery, found: Found) -> str:
+    """Return the queue of a message that does not have it now; empty if it has, or if a worker has, or if unknown."""
+    queue = queue_here(app, found.lock)
+    if found.lock.worker or found.lock.delay or found.queue or not queue:
+        return ""
+    return queue if is_in_queue(app, queue, found.lock.ref.task_id) is False else ""
 
 
 def _may_have_result(record: Record) -> bool:

@@ -509,6 +509,36 @@ def test_tools_name_the_queue_that_the_broker_refuses(findings, cli, server, red
     assert "messages cannot be sent" not in str(found)
 
 
+@pytest.mark.parametrize("is_purged", [True, False])
+def test_tools_say_that_a_purged_queue_lacks_a_message(cli, server, redis, bench_on, is_purged):
+    """The message counts as late only later, as it may be on its way."""
+    bench = bench_on(server)
+    bench.put(task=f"{APP}.single", options={"queue": "billing"})
+    bench.tick()
+    if is_purged:
+        redis.delete("billing")
+
+    explained, stale = cli("explain", "e", app=bench.app).output, cli("unlock", "--stale", app=bench.app).output
+
+    assert "its message counts as late only after 30 s" in explained
+    assert ("Queue billing does not have that message at this moment" in explained) == is_purged
+    assert "0 of 0 old queued locks were freed; 1 more are not late yet" in stale
+
+
+def test_the_lock_of_a_broker_that_is_away_says_why_it_stays(cli, server, redis, own_server, bench_on):
+    bench = bench_on(server, broker_url=own_server.url, singlebeat_lost_after=0.01)
+    bench.put(task=f"{APP}.single")
+    bench.tick()
+    (key,) = redis.scan_iter("SINGLETONLOCK_*", _type="HASH")
+    redis.hincrby(key, "since", -60_000)
+    own_server.kill()
+
+    explained = cli("explain", "e", app=bench.app).output
+
+    assert f"The broker {own_server.url} does not answer: " in explained
+    assert re.search(r"the broker cannot be asked for its message: \S+", explained)
+
+
 def test_a_broker_that_refuses_is_not_called_unreachable(cli, server, redis, own_server, bench_on, caplog):
     bench = bench_on(server, broker_url=own_server.celery_url, task_publish_retry=False)
     with full(own_server):
