@@ -326,7 +326,9 @@ class Renewer:
                 self._requests.pop(id(request), None)
             elif renewal is Renewal.LOST and request.take_seen_running():
                 self._requests.pop(id(request), None)
-                self._report_loss(request.name, ref, "%(task)s[%(id)s] runs on without its lock: it was lost")
+                self._report_loss(
+                    request.name, ref, "%(task)s[%(id)s] runs on without its lock, or has just ended: it was lost"
+                )
 
     def _report_loss(self, task: str, ref: Ref, said: str) -> None:
         log.warning(said, event="lock_lost", task=task, id=ref.task_id)
