@@ -240,7 +240,9 @@ EVENTS: Mapping[str, Event] = {
         (WARNING,),
         "A worker with singlebeat was seen, so beat sends plain tasks with a lock from now on.",
     ),
-    "lock_lost": Event((WARNING,), "A run goes on without its lock, which has ended or which another call holds."),
+    "lock_lost": Event(
+        (WARNING,), "A run goes on or has ended without its lock, which ended before or which another holds."
+    ),
     "lock_kept": Event(
         (WARNING, ERROR),
         "A lock could not be freed, and ends by itself. ERROR, with the traceback, if the cause is unexpected.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ("advice", "advice_of_writes", "denied_command", "is_denied", "is_login_refused", "with_advice")
+__all__ = ("advice", "advice_of_writes", "denied_command", "is_denied", "is_full", "is_login_refused", "with_advice")
 
 #: Errors that concern every write, and what to do.
 _ADVICE = {
@@ -42,6 +42,11 @@ def advice(exc: Exception) -> str:
     if is_login_refused(exc):
         return f". {_LOGIN}"
     return _acl_hint(exc) or advice_of_writes(str(exc))
+
+
+def is_full(error: Exception | str) -> bool:
+    """Return whether the server's memory is full, by its error; it refuses only what may need more, then."""
+    return "used memory > 'maxmemory'" in str(error)
 
 
 def is_login_refused(error: Exception | str) -> bool:

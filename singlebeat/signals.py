@@ -92,7 +92,7 @@ run_ended = _signal(
 )
 lock_lost = _signal(
     "lock_lost",
-    "A lock has ended, or another call holds it, while its owner runs. The owner goes on.",
+    "A lock has ended, or another call holds it, while its owner runs. The owner goes on, or has ended since.",
     sender="the name of the task, or ``singlebeat.exclusive``",
     ref="the lock, with its ``key`` and ``task_id``",
 )

@@ -108,9 +108,11 @@ class Facts:
     queue_refused: str = ""  #: why the broker refuses the queue of a pending run
     locks_away: str = ""  #: why the locks' server could not be asked
     locks_refused: str = ""  #: what the locks' server refuses, if it could be asked
+    locks_frozen: bool = False  #: it lets no worker renew or free a lock
     stored_end: StoredEnd | None = None  #: the end that the result backend has of a run without a recorded end
     results_away: str = ""  #: why the result backend could not be asked
     found: Found | None = None  #: the finding about the message of the lock, if the lock is queued
+    lacking: str = ""  #: the queue of that message, which does not have it at this moment; empty if it has, or unknown
     found_in: Delivery | None = None  #: of the queue of that message; None if unknown
     without_singlebeat: Sequence[str] = ()  #: workers that answer, and have no singlebeat or no server for locks
     silent: str = ""  #: that all its last runs failed, or were skipped; empty if not
@@ -198,17 +200,23 @@ def _leadership(facts: Facts) -> Iterator[str]:
     elif facts.state.leader_silent:
         yield f"{_sentence(facts.state.leader_silent)}."
     elif facts.state.overdue:
-        yield f"Beat is behind: {facts.state.overdue_entries}. {SEE_LOG}."
+        see = "" if facts.broker_away else f" {SEE_LOG}."  # the broker may be why
+        yield f"Beat is behind: {facts.state.overdue_entries}.{see}"
 
 
 def _refusals(facts: Facts) -> Iterator[str]:
-    """Say what the broker and the locks' server refuse."""
+    """Say what the broker and the locks' server refuse, or that the broker does not answer."""
+    if facts.broker_away and facts.pending is None:  # else the claimed run waits for it
+        yield (
+            f"{_sentence(facts.broker_away.rstrip('.'))}. So it is not known what workers do, and nothing is sent if "
+            "beat does not reach it either."
+        )
     if facts.broker_refused:
         refused = facts.broker_refused.rstrip(".")
         yield f"{_sentence(refused)}. So it is not known what workers do; without that right, they may start nothing."
     if facts.locks_refused:
         refused = f"{facts.locks_refused.rstrip('.')}{_whose(facts, facts.locks_refused)}"
-        yield f"Runs may not be sent or started because of {refused}."
+        yield f"Runs may wait, or start without their locks, because of {refused}."
 
 
 def _pending(facts: Facts) -> Iterator[str]:
@@ -452,6 +460,11 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
         yield f"Task {task_id} has ended ({facts.holder_end.outcome}), and its lock was left. {_sentence(why)}"
     elif lock.unusable:
         yield f"Task {task_id} holds the lock. {_sentence(lock.unusable)}"
+    elif lock.seems_abandoned and facts.locks_frozen:
+        yield (
+            f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}: no worker can renew or free "
+            "it while its server refuses to write, so whether its worker lives is not known."
+        )
     elif lock.seems_abandoned and facts.running is not None:
         left = f"in {lock.left:.0f} s" if lock.left is not None else "soon"
         yield (
@@ -487,6 +500,11 @@ def _queued(facts: Facts, task_id: str) -> Iterator[str]:
         yield f"Task {task_id} has not started, and nothing more is known about its message."
         return
     yield f"{_sentence(str(found))}."
+    if facts.lacking and not found.outcome:
+        yield (
+            f"Queue {facts.lacking} does not have that message at this moment: a worker has received it, or it is lost "
+            "(a purged queue?)."
+        )
     if full := _full_holder(facts):
         others = facts.found_in.readers.keys() - {found.lock.worker} if facts.found_in is not None else ()
         though = f", though other workers may be free. {PREFETCH}" if others else ""

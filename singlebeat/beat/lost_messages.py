@@ -25,7 +25,7 @@ from ..locks import backend_of, new_backend
 from ..locks.acquire import UNSENT_TTL
 from ..locks.base import LONGEST_WAIT, RUN_HEADER, BaseBackend, Ref, read_generation
 from ..locks.key import behind_key, is_turn_key, suspects_key
-from ..log import Log
+from ..log import Log, without_passwords
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, record_end_of_message
 from .delivery import Delivery, Reader
 from .destination import queue_of_call
@@ -47,6 +47,7 @@ __all__ = (
     "count_messages",
     "examine",
     "free",
+    "is_in_queue",
     "living_workers",
     "may_yet_start",
     "queue_here",
@@ -305,7 +306,8 @@ def _examine_once(app: Celery, locks: Sequence[Waiting], backend: BaseBackend, a
                 yield from list(_ask(app, rest, broker, expected, answers))
         except Exception as exc:  # a transport may raise anything
             log.debug("the broker cannot be asked for lost messages", event="not_asked", reason=exc)
-            yield from (Found(lock, "", "the broker cannot be asked for its message") for lock in rest)
+            why = f"the broker cannot be asked for its message: {without_passwords(str(exc)).rstrip('.')}"
+            yield from (Found(lock, "", why) for lock in rest)
 
 
 def _announced(app: Celery, backend: BaseBackend) -> Mapping[str, float]:
@@ -458,6 +460,16 @@ def count_messages(app: Celery, queue: str) -> int:
         return 0
 
 
+def is_in_queue(app: Celery, queue: str, task_id: str) -> bool | None:
+    """Return whether a queue has the message of a task at this moment; None if that is not known."""
+    try:
+        with _Broker.reached(app) as broker:
+            return broker.has(queue, task_id) if broker.count(queue) else False
+    except Exception as exc:  # a transport may raise anything
+        log.debug("the broker cannot be asked for a queue", event="not_asked", reason=exc)
+        return None
+
+
 class _Broker:
     """A connection to the broker for questions, whose waits are bounded."""
 
@@ -486,7 +498,7 @@ class _Broker:
         """Return in which of the queues the message of a task waits, or may wait; None if in none."""
         for queue in queues:
             if count := self.count(queue):
-                found = self._has(queue, task_id)
+                found = self.has(queue, task_id)
                 if found:
                     return _Stays(f"its message waits in queue {queue}", queue=queue)
                 if found is None and count == 1:
@@ -495,7 +507,7 @@ class _Broker:
                     return _Stays(f"{count} messages wait in queue {queue}, perhaps its own among them", True)
         return None
 
-    def _has(self, queue: str, task_id: str) -> bool | None:
+    def has(self, queue: str, task_id: str) -> bool | None:
         """Return whether a queue that is not empty has the message of a task; None if that is not known.
 
         It is known of a queue in Redis that is not long. The message has the id also outside of its encoded body.

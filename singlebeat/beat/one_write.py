@@ -24,7 +24,7 @@ from ..locks import backend_of, delay_of
 from ..locks.acquire import Refused, cancel_releases, note
 from ..locks.base import Verdict
 from ..locks.redis import RedisBackend
-from ..locks.send import NO_OUTBOX
+from ..locks.send import why_no_outbox
 from ..log import Log
 from ..outbox import ELSEWHERE_FOR, MOST_CHARACTERS, MOST_MESSAGES, Marker, reports_each, size, takes_outbox
 from .dispatch import Published, not_published
@@ -327,7 +327,7 @@ def why_several_writes(app: Celery, connection: Connection) -> str:
     if why := _why_not(app, store):
         return why
     if not takes_outbox(producer):
-        return NO_OUTBOX
+        return why_no_outbox(producer)
     broker, locks, client = Marker(), Marker(), cast("RedisBackend", backend_of(app)).redis
     try:
         broker.write_for_broker(producer.channel, time.monotonic())

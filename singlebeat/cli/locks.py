@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ..beat.lost_messages import AHEAD_FROM, MOST, Answers, Found, examine, free
-from ..diagnosis.locks import free_one, locks_of, old
+from ..beat.store.probe import freezes_locks, lock_place, lock_refusal
+from ..diagnosis.locks import free_one, locks_of, old, waiting
 from ..locks.key import held_up_by
 from ..run_results import flush_ends
 from .output import command, marked, printable, progress, show_json, table
@@ -43,8 +44,11 @@ def locks_(app: Celery, as_json: bool) -> None:
         state = "waits" if waits else lock.state + ("?" if lock.seems_abandoned else "")
         cells.append((what, record.get("entry") or "-", lock.task_id, state, age, left))
     table(("TASK (ARGS)", "ENTRY", "HELD BY", "STATE", "SINCE", "LEFT"), cells, cut=(0,))
-    for _, _, lock in rows:
-        if lock.seems_abandoned:
+    silent = [lock for _, _, lock in rows if lock.seems_abandoned]
+    if silent and freezes_locks(refused := lock_refusal(app)):
+        click.echo(marked(f"the locks' server {lock_place(app)}: {refused}", "problem"))
+    else:
+        for lock in silent:
             text = f"task {lock.task_id}: last renewed {lock.last_renewed}: its worker has probably died, or hangs"
             click.echo(marked(text, "warning"))
 
@@ -52,7 +56,7 @@ def locks_(app: Celery, as_json: bool) -> None:
 @command(
     "unlock",
     click.argument("which", required=False),
-    click.option("--force", is_flag=True, help="Free the lock even if its owner runs or is queued."),
+    click.option("--force", is_flag=True, help="Free the lock even if its owner runs: it runs on beside the next run."),
     click.option("--stale", is_flag=True, help="Free all locks whose messages are lost."),
 )
 def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: bool) -> None:
@@ -84,7 +88,9 @@ def unlock_(app: Celery, as_json: bool, which: str | None, force: bool, stale: b
 
 def _unlock_stale(app: Celery, *, as_json: bool) -> None:
     """Free all locks whose messages are lost or have run elsewhere, and say why the others stay."""
-    locks, results, answers = list(old(app, locks_of(app))), list[Found](), Answers()
+    rows = list(locks_of(app))
+    locks, results, answers = list(old(app, rows)), list[Found](), Answers()
+    young = sum(1 for _ in waiting(rows)) - len(locks)
     with progress("locks checked", len(locks), quiet=as_json) as step:
         for begin in range(0, len(locks), MOST):
             batch = examine(app, locks[begin : begin + MOST], answers=answers)
@@ -94,10 +100,11 @@ def _unlock_stale(app: Celery, *, as_json: bool) -> None:
                 step()
     flush_ends(app)
     if as_json:
-        rows = [(found.lock.ref, found.outcome, found.reason) for found in results]
-        show_json([{"key": ref.key, "task_id": ref.task_id, "outcome": o, "reason": why} for ref, o, why in rows])
+        told = [(found.lock.ref, found.outcome, found.reason) for found in results]
+        show_json([{"key": ref.key, "task_id": ref.task_id, "outcome": o, "reason": why} for ref, o, why in told])
         return
     for found in results:
         what = f"freed, {found.outcome}" if found.outcome else "not freed"
         click.echo(printable(f"{found.lock.task}, task {found.lock.ref.task_id}: {what}: {found.reason}"))
-    click.echo(f"{sum(1 for found in results if found.outcome)} of {len(locks)} old queued locks were freed")
+    more = f"; {young} more are not late yet: their messages may start (see explain)" if young else ""
+    click.echo(f"{sum(1 for found in results if found.outcome)} of {len(locks)} old queued locks were freed{more}")

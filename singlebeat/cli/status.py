@@ -12,7 +12,7 @@ import click
 
 from ..beat.leadership.lease import resign
 from ..beat.status import MAX_LAG, ScheduleStatus
-from ..beat.store.probe import ticks_refusal
+from ..beat.store.probe import lock_trouble, ticks_refusal
 from ..diagnosis.leader import who
 from .output import UNANSWERED, Seconds, command, fail, marked, printable, show_json
 
@@ -38,7 +38,7 @@ def status_(app: Celery, as_json: bool) -> None:
     for standby in state.standbys:
         of_app = f", of app {standby['app']}" if standby.get("app", state.app) != state.app else ""
         click.echo(printable("  {host}, pid {pid}, since {since}".format_map(standby) + of_app))
-    problems = (state.why_leaderless, state.redbeat_silent, state.sent_elsewhere, ticks_refusal(app))
+    problems = (state.why_leaderless, state.redbeat_silent, state.sent_elsewhere, ticks_refusal(app), lock_trouble(app))
     for problem in filter(None, problems):
         click.echo(marked(f"problem     {problem}", "problem"))
     for text in state.other_brokers(standbys=True):

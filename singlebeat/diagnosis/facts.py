@@ -16,14 +16,21 @@ from ..beat.entries.statics import Statics, owner_of
 from ..beat.explain import Facts, HeldLock, record_at
 from ..beat.keys import Keys
 from ..beat.late_places import late_places
-from ..beat.lost_messages import examine, queue_here
+from ..beat.lost_messages import examine, is_in_queue, queue_here
 from ..beat.result_backend import ResultBackendError, read_end, result_place
 from ..beat.schedule import Schedule
 from ..beat.server_time import DIFFERS_FROM
 from ..beat.silence import silence
 from ..beat.status import ScheduleStatus
 from ..beat.store.history import History
-from ..beat.store.probe import lock_place, lock_refusal, lock_server_says, refuses_writes, schedule_refusal
+from ..beat.store.probe import (
+    freezes_locks,
+    lock_place,
+    lock_refusal,
+    lock_server_says,
+    refuses_writes,
+    schedule_refusal,
+)
 from ..config import Config
 from ..connections import broker_place, schedule_client, schedule_place
 from ..errors import EntryError, LockBackendError, UnknownEntryError
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
 
     from ..beat.delivery import Delivery
     from ..beat.entries.entry import Entry
+    from ..beat.lost_messages import Found
     from ..beat.store.history import End, Record
     from ..clients import RedisClient
 
@@ -163,6 +171,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
     refused = schedule_refusal(app) if is_doubtful else ""
     # A refusal of the locks' server may be the reason why a run is not sent, or does not start.
     locks_refused = lock_refusal(app) if (pending is not None or task) and not locks_away else ""
+    locks_frozen = freezes_locks(locks_refused)
     if refuses_writes(refused) and refuses_writes(locks_refused) and lock_place(app) == schedule_place(app):
         locks_refused = ""  # it is said of the schedule's server
     stored, results_away = None, ""
@@ -194,9 +203,11 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         queue_refused=next(refused_queues(app, [entry]), "") if pending is not None and entry is not None else "",
         locks_away=locks_away,
         locks_refused=f"the locks' server {lock_place(app)}: {locks_refused}" if locks_refused else "",
+        locks_frozen=locks_frozen,
         stored_end=stored,
         results_away=results_away,
         found=found,
+        lacking=_lacking(app, found) if found is not None and workers is not None else "",
         found_in=delivery_of(app, queue_here(app, found.lock), workers) if found is not None else None,
         without_singlebeat=sorted(name for name, found in workers.versions.items() if not found) if workers else (),
         silent=_silence(app, entry, records, workers) if entry is not None else "",
@@ -244,6 +255,14 @@ def _silence(app: Celery, entry: Entry, records: Sequence[Record], workers: Work
     is_open = bool(records) and records[0].end is None  # it may be the last of several runs without an end
     recent = Schedule(app).history(entry.name, EXPLAINED) if is_open else ()
     return silence(entry, own, recent, recorded=_record_ends(workers), backlog=Backlog(app, workers).of)
+
+
+def _lacking(app: Celery, found: Found) -> str:
+    """Return the queue of a message that does not have it now; empty if it has, or if a worker has, or if unknown."""
+    queue = queue_here(app, found.lock)
+    if found.lock.worker or found.lock.delay or found.queue or not queue:
+        return ""
+    return queue if is_in_queue(app, queue, found.lock.ref.task_id) is False else ""
 
 
 def _may_have_result(record: Record) -> bool:

@@ -86,6 +86,10 @@ def old(app: Celery, rows: Iterable[Row]) -> Iterator[Waiting]:
     return (lock for lock in waiting(rows) if not may_yet_start(lock, Config.of(app)))
 
 
+#: What ``--force`` does to the run that holds a lock, as the end of a sentence.
+_BESIDE = "a run that goes on is not stopped by that, and the next run starts beside it"
+
+
 class NotFreedError(SinglebeatError):
     """A lock stays as it is; the message says why, and what to do."""
 
@@ -118,7 +122,7 @@ def free_one(app: Celery, which: str, *, force: bool = False) -> HeldLock:
     elif lock.state == "queued":
         _free_queued(app, lock, Waiting.of(lock.key, record))
     elif lock.state == "timed":
-        raise NotFreedError(f"{lock.fixed_time}. --force frees it now")
+        raise NotFreedError(f"{lock.fixed_time}. --force frees it now; {_BESIDE}")
     else:
         _check_abandoned(app, lock)
         # Free the lock of this run only: its lease may have ended meanwhile, and another run may have begun. The end of
@@ -137,28 +141,28 @@ def _check_abandoned(app: Celery, lock: HeldLock) -> None:
     Raises:
         NotFreedError: it runs, or may run.
     """
+    workers, unasked = None, ""
     try:
         workers = Workers.ask(app)
     except BrokerError as exc:
-        raise NotFreedError(
-            f"the workers cannot be asked whether task {lock.task_id} runs (the broker {broker_place(app)} "
-            f"{exc}): --force frees its lock all the same"
-        ) from None
-    if lock.task_id in workers.running:
-        raise NotFreedError(
-            f"task {lock.task_id} runs on {workers.running[lock.task_id]}: --force frees its lock all the same"
-        )
+        unasked = f"the workers cannot be asked whether task {lock.task_id} runs (the broker {broker_place(app)} {exc})"
+    if workers is not None and lock.task_id in workers.running:
+        worker = workers.running[lock.task_id]
+        raise NotFreedError(f"task {lock.task_id} runs on {worker}: its lock is free when the run ends")
     if lock.is_ahead and not lock.seems_abandoned:
         raise NotFreedError(
             f"the lock of task {lock.task_id} was last renewed {BEFORE_SET_BACK}, so whether its worker lives is "
             f"not known. If it has died, the lock ends by itself within {lock.lease:.0f} s of the next call that "
-            "meets it; --force frees it now"
+            "meets it"
         )
     if lock.left is not None and not lock.seems_abandoned:  # its worker may just be too busy to answer
         raise NotFreedError(
             f"the lock of task {lock.task_id} was renewed {lock.last_renewed}: its worker lives, or has died since "
-            f"then. If it has died, try again in {lock.seems_abandoned_in:.0f} s; --force frees the lock now"
+            f"then. Wait: if it has died, try again in {lock.seems_abandoned_in:.0f} s, or the lock ends by itself in "
+            f"{lock.left:.0f} s. A worker that shuts down ends its last runs without an answer"
         )
+    if unasked:
+        raise NotFreedError(f"{unasked}. --force frees its lock all the same; {_BESIDE}")
 
 
 def _unread(app: Celery, queue: str) -> str:

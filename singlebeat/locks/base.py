@@ -442,11 +442,14 @@ class BaseBackend(ABC):
         self.renew_many(list(sent), lease=lease)
 
     @abstractmethod
-    def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> None:
+    def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> Sequence[Ref]:
         """Free the locks of requests that are over, in one round trip; the locks of other requests stay.
 
         Args:
             ran: whether they have run; their ends are then remembered even if their locks were lost or never acquired.
+
+        Returns:
+            Those that have run, and did not hold their locks any more when that was first reported.
         """
 
     @abstractmethod

@@ -5,7 +5,8 @@
 -- KEYS[1...]  three for each request:
 --             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next,
 --                       next_ttl (ms); uncut (ms), as in acquire
---             done      zset: "id:generation" of runs that ended under this lock recently, by time (ms)
+--             done      zset: "id:generation" of runs that ended under this lock recently, and "delivery:lost" of those
+--                       that ended without it, by time (ms)
 --             turn      hash, as lock: the call that waits for the end of the holder, and runs by itself; the turn of a
 --                       request that is over is freed
 -- ARGV[1]  done_ms   ms for which the end of a run is remembered; 0: no end is remembered
@@ -16,10 +17,11 @@
 -- returns  JSON, one string for each request
 --          finished  this run held the lock: the lock is free or its retry's, and the end is remembered
 --          released  the message held the lock, and its run did not: the lock is free
+--          lost      this run has ended, and did not hold the lock any more: it was free, or another held it
 --          kept      the lock is free already, or another run, generation or id holds it, or the key has another type;
 --                    a promise of the lock to this message is taken back
 --
--- Uses numbers. A repetition replies "kept", and writes nothing.
+-- Uses numbers. A repetition replies "lost" again, or else "kept", and writes nothing.
 
 local done_ms, ran = tonumber(ARGV[1]), ARGV[2] == "1"
 local time = redis.call("TIME")
@@ -43,15 +45,24 @@ local function finish(lock, done, turn, id, gen, nonce)
   local another = ours and not holds and not unstarted
 
   -- A key of another type remembers nothing and is no error. The main process repeats what the run itself has done.
-  if done_ms > 0 and (holds or (ran and not another)) then
-    if type(redis.pcall("ZSCORE", done, id .. ":" .. gen)) == "boolean" then
-      redis.call("ZREMRANGEBYSCORE", done, "-inf", string.format("%.0f", now - done_ms))
+  local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, nonce .. ":lost")
+  if ended.err and done_ms > 0 and not string.find(ended.err, "WRONGTYPE", 1, true) then
+    return ended
+  end
+  local ends = not ended.err and not ended[1] and (holds or (ran and not another))
+  local loses = not ended.err and not ended[1] and not ended[2] and ran and nonce ~= "" and not holds and not unstarted
+  if done_ms > 0 and (ends or loses) then
+    redis.call("ZREMRANGEBYSCORE", done, "-inf", string.format("%.0f", now - done_ms))
+    if ends then
       redis.call("ZADD", done, now, id .. ":" .. gen)
-      redis.call("PEXPIRE", done, string.format("%.0f", math.max(done_ms, redis.call("PTTL", done))))
     end
+    if loses then
+      redis.call("ZADD", done, now, nonce .. ":lost")
+    end
+    redis.call("PEXPIRE", done, string.format("%.0f", math.max(done_ms, redis.call("PTTL", done))))
   end
   if not holds and not unstarted then
-    return "kept"
+    return (loses or (not ended.err and ended[2])) and "lost" or "kept"
   end
   if holds and record[5] and record[6] and numbers(nil, {record[6], record[7]}) then
     local ttl = tonumber(record[6])

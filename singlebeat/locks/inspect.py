@@ -126,8 +126,9 @@ class InspectBackend(BaseBackend):
         """Return RUNNING for each request: there is nothing to renew."""
         return [Renewal.RUNNING] * len(refs)
 
-    def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> None:
+    def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> Sequence[Ref]:
         """Do nothing: workers no longer report a run that has ended."""
+        return ()
 
     def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float, note: str = "") -> bool:
         """Do nothing: a retry asks the workers at its own start."""

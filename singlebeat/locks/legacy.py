@@ -154,8 +154,8 @@ class LegacyBackend(BaseBackend):
             return Renewal.LOST
         return Renewal.RUNNING if held[1] == ref.generation else Renewal.OVER
 
-    def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> None:
-        """Free the locks of requests that are over; the locks of other requests stay."""
+    def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> Sequence[Ref]:
+        """Free the locks of requests that are over; the locks of other requests stay. Which were lost is not known."""
         with _naming(self.name):
             for ref in refs:
                 successor = self._promised.pop(replace(ref, generation=0), None)
@@ -165,6 +165,7 @@ class LegacyBackend(BaseBackend):
                     self.custom.unlock(ref.key)
                 else:
                     self._hand_over(ref, *successor)
+        return ()
 
     def announce(self, worker: str, *, ttl: float) -> None:
         """Do nothing: see ``workers_seen``."""

@@ -25,6 +25,9 @@ PATIENCE = 30.0
 #: Remembered in place of an ended generation: the task id was evicted before it started.
 REPLACED = -1
 
+#: Remembered with the name of a delivery: its run ended without its lock.
+LOST = -2
+
 _memories: WeakKeyDictionary[Celery, BaseBackend] = WeakKeyDictionary()
 
 
@@ -256,7 +259,7 @@ class MemoryBackend(BaseBackend):
     def _renew(self, ref: Ref, lease: float) -> Renewal:
         record = self._live(ref.key)
         if self._ended(ref.key, ref.task_id, ref.generation):
-            return Renewal.OVER
+            return Renewal.LOST if self._ended(ref.key, ref.nonce, LOST) else Renewal.OVER
         if record is None or (record.task_id, record.generation) != (ref.task_id, ref.generation):
             return Renewal.LOST
         if record.state == "running" and record.nonce != ref.nonce:
@@ -275,13 +278,13 @@ class MemoryBackend(BaseBackend):
             self._records[run.key] = replace(record, promised=(to.generation, ttl) if to else None)
             return True
 
-    def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> None:
-        """Free the locks of requests that are over."""
+    def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> Sequence[Ref]:
+        """Free the locks of requests that are over, and return those that have lost them before."""
         with self._mutex:
-            for ref in refs:
-                self._finish(ref, remember_for, ran=ran)
+            return tuple(ref for ref in refs if self._finish(ref, remember_for, ran=ran))
 
-    def _finish(self, ref: Ref, remember_for: float, *, ran: bool) -> None:
+    def _finish(self, ref: Ref, remember_for: float, *, ran: bool) -> bool:
+        """Free the lock of a request that is over; return whether it was lost before."""
         by_itself = self._live(turn_key(ref.key))
         if by_itself and by_itself.task_id == ref.task_id and by_itself.generation <= ref.generation:
             del self._records[turn_key(ref.key)]
@@ -292,14 +295,20 @@ class MemoryBackend(BaseBackend):
             record = self._records[ref.key] = replace(record, promised=None)
         holds = ours and record is not None and record.state == "running" and record.nonce == ref.nonce
         unstarted = ours and record is not None and record.state != "running"
+        has_ended = self._ended(ref.key, ref.task_id, ref.generation)
+        is_lost = self._ended(ref.key, ref.nonce, LOST)
+        is_lost |= ran and bool(ref.nonce) and not (holds or unstarted or has_ended)
         if remember_for > 0 and (holds or (ran and (unstarted or not ours))):
             self._remember(ref.key, ref.task_id, ref.generation, remember_for)
+        if remember_for > 0 and is_lost:
+            self._remember(ref.key, ref.nonce, LOST, remember_for)
         if record is None or not (holds or unstarted):
-            return
+            return is_lost
         if holds and record.promised:
             self._hand_over(ref.key, replace(record, payload="", promised=None), *record.promised)
         else:
             del self._records[ref.key]
+        return False
 
     def _hand_over(self, key: str, record: _Record, generation: float, ttl: float) -> None:
         now = self._clock()

@@ -4,7 +4,8 @@
 --             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload; worker and
 --                       renewed (ms): the worker and time of the last renewal, the time alone for a run of another
 --                       program, and as in begin; sent: a note of the sender, JSON
---             done      zset: "id:generation" of runs that ended under this lock recently, by time (ms)
+--             done      zset: "id:generation" of runs that ended under this lock recently, and "delivery:lost" of those
+--                       that ended without it, by time (ms)
 -- ARGV[1]  lease_ms  ms that a lock outlives the worker; 0: it lasts as long as before, and shows that its message lives
 -- ARGV[2]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message, note of
 --                    the sender for a queued lock, or empty]
@@ -14,7 +15,7 @@
 --          running  renewed; this delivery is the run that holds the lock
 --          queued   renewed; no run holds the lock
 --          over     this generation has ended or has handed its lock over: nothing to renew
---          lost     the lock expired, or another id, generation or delivery holds it
+--          lost     the lock expired, or another id, generation or delivery holds it, or it was so when this run ended
 --
 -- Uses numbers.
 
@@ -27,8 +28,9 @@ local function renew(lock, done, id, gen, nonce, note)
   if record.err then
     return string.find(record.err, "WRONGTYPE", 1, true) and "lost" or record
   end
-  if type(redis.pcall("ZSCORE", done, id .. ":" .. gen)) == "string" then -- a key of another type remembers nothing
-    return "over"
+  local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, nonce .. ":lost")
+  if not ended.err and ended[1] then -- a key of another type remembers nothing
+    return ended[2] and "lost" or "over"
   end
   if record[1] ~= id or record[2] ~= gen then
     return "lost"

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
@@ -29,16 +30,10 @@ if TYPE_CHECKING:
     from .base import Call, Holder, Options, Ticket
     from .task import LockableTask
 
-__all__ = ("NO_OUTBOX", "send_call", "send_many", "why_two_writes")
+__all__ = ("send_call", "send_many", "why_no_outbox", "why_two_writes")
 
 #: Why calls need two writes.
 ELSEWHERE = "the broker is not on the server of the locks, or a user lacks rights for one write"
-
-#: Why messages do not go into an outbox.
-NO_OUTBOX = (
-    "only kombu 5.7 and newer hands messages over to a script, with Redis as the broker, and without retry_on_timeout "
-    "in broker_transport_options"
-)
 
 #: How often the message of a call is made until it is sent in two writes, because its lock has changed before each
 #: write.
@@ -137,6 +132,15 @@ def send_many(
             yield from many.send()
 
 
+def why_no_outbox(producer: Producer) -> str:
+    """Return why messages of a producer do not go into an outbox."""
+    if not hasattr(producer.channel, "global_keyprefix"):
+        return "the broker is not Redis, whose messages alone go into a script"
+    if not hasattr(producer, "supports_batch_publish"):
+        return f"only kombu 5.7 and newer hands messages over to a script, and this is kombu {version('kombu')}"
+    return "with retry_on_timeout, or another option that retries, kombu hands no messages over to a script"
+
+
 def why_two_writes(app: Celery, connection: Connection) -> str:
     """Return why a call needs one write for its lock and another one for its message; empty if it needs one for both.
 
@@ -152,8 +156,8 @@ def why_two_writes(app: Celery, connection: Connection) -> str:
     backend, channel, broker = backend_of(app), connection.default_channel, Marker()
     if not backend.sends:
         return f"the locks are in {backend.name}, or in a Redis Cluster"
-    if not takes_outbox(Producer(channel)):
-        return NO_OUTBOX
+    if not takes_outbox(producer := Producer(channel)):
+        return why_no_outbox(producer)
     try:
         broker.write_for_broker(channel, time.monotonic())
     except Exception:

@@ -62,6 +62,7 @@ class _End(NamedTuple):
     due: float  #: when its locks are to be freed, in seconds of the monotonic clock
     ticket: Ticket
     ran: bool  #: its run is over, and is remembered
+    task: str = ""  #: the name of its task if its run has held the lock, whose loss would be logged; else empty
 
 
 class _Handover(NamedTuple):
@@ -134,11 +135,12 @@ class Renewer:
         """Free the locks of a request that is over, after a delay in seconds if its body may still be running."""
         self._requests.pop(id(request), None)
         if request.ticket is not None:
-            self.finish_ticket(request.ticket, after=after, ran=request.time_start is not None)
+            task = request.name if request.take_seen_running() else ""
+            self.finish_ticket(request.ticket, after=after, ran=request.time_start is not None, task=task)
 
-    def finish_ticket(self, ticket: Ticket, *, after: float = 0.0, ran: bool = False) -> None:
-        """Free the locks of a message that is over."""
-        self._finished.put(_End(time.monotonic() + after, ticket, ran))
+    def finish_ticket(self, ticket: Ticket, *, after: float = 0.0, ran: bool = False, task: str = "") -> None:
+        """Free the locks of a message that is over; log it if the run of this task has lost its lock before."""
+        self._finished.put(_End(time.monotonic() + after, ticket, ran, task))
         self._wake.put(None)
 
     def hand_over(self, request: Request, successor: Ref, *, ttl: float, note: str = "", at_once: bool = False) -> None:
@@ -264,11 +266,16 @@ class Renewer:
         later = [end for end in self._later if end.due > now]
         # Keep the ends until the server has accepted them: it may be unreachable at this moment.
         self._later = later + [end._replace(due=now + RETRY_AFTER) for end in over][-MOST_ENDS:]
+        lost = set[Ref]()
         for has_run in (True, False):
             refs = [end.ticket.run for end in over if end.ran is has_run]
-            self.backend.finish_many(refs, remember_for=self.remember_for, ran=has_run)
+            lost |= set(self.backend.finish_many(refs, remember_for=self.remember_for, ran=has_run))
         self.backend.finish_many([ref for end in over for ref in end.ticket.refs[1:]], remember_for=self.remember_for)
         self._later = later
+        for end in over:
+            if end.task and end.ticket.run in lost:
+                said = "%(task)s[%(id)s] has ended without its lock: it was lost before"
+                self._report_loss(end.task, end.ticket.run, said)
 
     def _rotate(self, backend: BaseBackend, handover: _Handover) -> None:
         run, successor, ttl, note = handover
@@ -317,15 +324,15 @@ class Renewer:
                 request.seen_running = True
             elif renewal is Renewal.OVER:
                 self._requests.pop(id(request), None)
-            elif renewal is Renewal.LOST and request.seen_running:
+            elif renewal is Renewal.LOST and request.take_seen_running():
                 self._requests.pop(id(request), None)
-                log.warning(
-                    "%(task)s[%(id)s] runs on without its lock: it was lost",
-                    event="lock_lost",
-                    task=request.name,
-                    id=request.id,
+                self._report_loss(
+                    request.name, ref, "%(task)s[%(id)s] runs on without its lock, or has just ended: it was lost"
                 )
-                do_in_loop(partial(signals.lock_lost.send, sender=request.name, ref=ref))
+
+    def _report_loss(self, task: str, ref: Ref, said: str) -> None:
+        log.warning(said, event="lock_lost", task=task, id=ref.task_id)
+        do_in_loop(partial(signals.lock_lost.send, sender=task, ref=ref))
 
     def _begin(self, request: Request, ref: Ref) -> None:
         queued = request.ticket.queued if request.ticket else ""

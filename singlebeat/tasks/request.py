@@ -164,7 +164,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
     """A delivery of a message to this worker, in its main process; works as in Celery if the message has no ticket."""
 
     ticket: Ticket | None = None
-    #: Whether the renewer has seen that the lock is held by the run of this delivery.
+    #: Whether the renewer has seen that the lock is held by the run of this delivery, and its loss is not yet logged.
     seen_running = False
     #: Whether the end of the run was recorded: Celery reports a hard time limit twice.
     end_told = False
@@ -221,6 +221,10 @@ class Request(celery_request.Request):  # type: ignore[misc]
     def shown(self) -> str:
         """The arguments for people, as the message shows them."""
         return readable((), {}, self.request_dict, app=self.app, task=self.task.name)
+
+    def take_seen_running(self) -> bool:
+        """Return whether the loss of the lock is to be logged; of several callers, in any threads, one gets True."""
+        return bool(self.__dict__.pop("seen_running", False))
 
     def renewed(self) -> Sequence[Ref]:
         """Return the locks to renew; of a queued message with an expiry, only its turn."""

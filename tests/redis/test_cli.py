@@ -32,7 +32,7 @@ from singlebeat.diagnosis.doctor.beats import _leadership
 from singlebeat.diagnosis.doctor.finding import Read
 from singlebeat.diagnosis.doctor.servers import check_settings
 from singlebeat.diagnosis.doctor.workers import _queues
-from singlebeat.diagnosis.workers import Workers
+from singlebeat.diagnosis.workers import BrokerError, Workers
 from singlebeat.locks import backend_of, clear_locks
 from singlebeat.locks.base import RUN_HEADER, Call, Ref, Verdict
 from singlebeat.locks.key import suspects_key
@@ -447,6 +447,7 @@ def test_locks_are_shown_and_freed_but_not_from_under_their_owner(cli, app, redi
     said = cli("unlock", "live-one", code=1).output
     refused = re.search(r"was renewed \d s ago.*: its worker lives, or has died since.* try again in (\d+) s", said)
     assert 1 <= int(refused[1]) <= 12, "40 % of its lease"
+    assert "--force" not in said, "its run would go on beside the next one"
     assert backend.get("SINGLETONLOCK_{b}") == "live-one"
     # No process can tell a dead worker from one that hangs.
     beside = (
@@ -456,6 +457,23 @@ def test_locks_are_shown_and_freed_but_not_from_under_their_owner(cli, app, redi
     assert beside.format("live-one") in cli("unlock", "SINGLETONLOCK_{b}", "--force").output
     assert backend.get("SINGLETONLOCK_{b}") is backend.get("SINGLETONLOCK_{c}") is None
     assert "no lock is held" in cli("unlock", "nobody", code=1).output
+
+
+def test_force_is_named_with_what_it_does_and_for_silent_workers_alone(cli, app, redis, monkeypatch):
+    """A worker that shuts down answers no question, and goes on renewing the locks of its last runs."""
+    backend = backend_of(app)
+    backend.begin(Ref("SINGLETONLOCK_{b}", "live-one", 0, "n"), lease=30, remember_for=60, task="t", arguments="")
+    begin_and_die(backend, redis, Ref("SINGLETONLOCK_{c}", "silent-one", 0, "n"))
+
+    def away(app: Celery) -> Workers:
+        raise BrokerError("does not answer")
+
+    monkeypatch.setattr(Workers, "ask", away)
+    lives, silent = (cli("unlock", which, code=1).output for which in ("live-one", "silent-one"))
+
+    assert "Wait: if it has died, try again in" in lives
+    assert "--force" not in lives
+    assert "--force frees its lock all the same; a run that goes on is not stopped by that, and the next" in silent
 
 
 def test_locks_and_doctor_show_who_waits_and_whose_worker_is_silent(cli, findings, app, redis):
@@ -570,7 +588,7 @@ def test_a_lock_that_ends_by_time_alone_is_no_lost_message(bench, cli, findings,
     assert f"Task {first.id} holds its lock for a fixed time" in cli("explain", "e", app=app).output
     assert "0 of 0 old queued locks were freed" in cli("unlock", "--stale", app=app).output
     assert re.search(
-        rf"task {first.id} holds its lock for a fixed time, .* ends in \d+ s\. --force frees it now",
+        rf"task {first.id} holds its lock for a fixed time, .* in \d+ s\. --force frees it now; a run that goes on is",
         cli("unlock", first.id, app=app, code=1).output,
     )
     assert not [text for _, text in findings("locks", app=app)]

@@ -27,7 +27,7 @@ from singlebeat.connections import ResponseError
 from singlebeat.diagnosis.workers import Workers
 from singlebeat.errors import LockBackendError, UnusableLockError
 from singlebeat.locks import backend_of
-from singlebeat.locks.base import Call, Ref
+from singlebeat.locks.base import Call, Ref, Verdict
 from singlebeat.lua import Script
 from singlebeat.run_results import flush_ends, record_end_of_message
 from singlebeat.server_errors import with_advice
@@ -427,6 +427,34 @@ def test_a_wrong_password_is_logged_with_its_server_and_a_remedy(server, redis, 
     assert ":any@" not in caplog.text
 
 
+@pytest.mark.parametrize("refusing", [full, replica])
+def test_tools_say_what_a_locks_server_that_refuses_does(findings, cli, server, redis, own_server, bench_on, refusing):
+    """While its memory is full, calls take their locks and runs go on. A replica lets no worker renew a lock."""
+    bench = bench_on(server, singleton_backend_url=own_server.url)
+    bench.put(task=f"{APP}.single")
+    bench.tick()
+    (key,) = own_server.client().scan_iter("SINGLETONLOCK_*", _type="HASH")
+    backend, task_id = backend_of(bench.app), own_server.client().hget(key, "id")
+    backend.begin(Ref(key, task_id, 0, "n"), lease=30, remember_for=60, task="t", arguments="")
+    own_server.client().pexpire(key, 5_000)
+    with refusing(own_server):
+        if refusing is full:
+            (holder,) = backend.acquire_many([Call(Ref("SINGLETONLOCK_{b}", "b"), "t", "", 60)])
+            assert holder.verdict is Verdict.ACQUIRED
+        said = (cli(*asked, app=bench.app).output for asked in (["status"], ["explain", "e"], ["locks"]))
+        status, explained, locks = said
+        doctor = findings("locks", app=bench.app) + findings("locks' server", app=bench.app)
+
+    what = "runs start without their locks, or wait" if refusing is full else "no lock is taken"
+    refused = f"the locks' server {own_server.url}: it refuses to write, so that {what}"
+    assert f"problem     {refused}" in status
+    assert f"Runs may wait, or start without their locks, because of {refused}" in explained
+    assert any(f"it refuses to write, so that {what}" in text for _, text in doctor)
+    for words in (explained, str(doctor), locks):
+        assert ("probably died" in words) == (refusing is full)
+    assert ("so whether its worker lives is not known" in explained) == (refusing is replica)
+
+
 @pytest.mark.parametrize(
     ("refusing", "advice"),
     [
@@ -479,6 +507,36 @@ def test_tools_name_the_queue_that_the_broker_refuses(findings, cli, server, red
     questions = [text for _, text in found[1] if "it refuses the questions to workers: " in text]
     assert (len(questions), len(found[1])) == ((0, 0) if asks else (1, 1))
     assert "messages cannot be sent" not in str(found)
+
+
+@pytest.mark.parametrize("is_purged", [True, False])
+def test_tools_say_that_a_purged_queue_lacks_a_message(cli, server, redis, bench_on, is_purged):
+    """The message counts as late only later, as it may be on its way."""
+    bench = bench_on(server)
+    bench.put(task=f"{APP}.single", options={"queue": "billing"})
+    bench.tick()
+    if is_purged:
+        redis.delete("billing")
+
+    explained, stale = cli("explain", "e", app=bench.app).output, cli("unlock", "--stale", app=bench.app).output
+
+    assert "its message counts as late only after 30 s" in explained
+    assert ("Queue billing does not have that message at this moment" in explained) == is_purged
+    assert "0 of 0 old queued locks were freed; 1 more are not late yet" in stale
+
+
+def test_the_lock_of_a_broker_that_is_away_says_why_it_stays(cli, server, redis, own_server, bench_on):
+    bench = bench_on(server, broker_url=own_server.url, singlebeat_lost_after=0.01)
+    bench.put(task=f"{APP}.single")
+    bench.tick()
+    (key,) = redis.scan_iter("SINGLETONLOCK_*", _type="HASH")
+    redis.hincrby(key, "since", -60_000)
+    own_server.kill()
+
+    explained = cli("explain", "e", app=bench.app).output
+
+    assert f"The broker {own_server.url} does not answer: " in explained
+    assert re.search(r"the broker cannot be asked for its message: \S+", explained)
 
 
 def test_a_broker_that_refuses_is_not_called_unreachable(cli, server, redis, own_server, bench_on, caplog):

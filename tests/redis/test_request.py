@@ -31,7 +31,7 @@ from kombu.asynchronous.timer import Timer
 from kombu.serialization import registry
 from kombu.utils.uuid import uuid
 
-from singlebeat import Singleton
+from singlebeat import Singleton, signals
 from singlebeat.beat import lost_messages as lost
 from singlebeat.broker import own_broker
 from singlebeat.config import Config
@@ -43,7 +43,7 @@ from singlebeat.run_results import MESSAGE_LOST, RAN_ELSEWHERE, flush_ends
 from singlebeat.tasks.gate import Postponed, Refused, Unsent, postpone
 from singlebeat.tasks.renewer import GATE_PAUSE, renewer_of
 from singlebeat.tasks.request import REAPED_AFTER, Request
-from tests.support import wait_until, without
+from tests.support import connected, wait_until, without
 
 Deliver = Callable[..., Request]
 
@@ -1194,6 +1194,65 @@ def test_a_run_sent_by_name_excludes_calls_if_its_lock_outlives_the_start(app, d
     started(deliver(task))
 
     assert result.get(timeout=5) is (lock == "until_executed")
+
+
+# ---------------------------------------------------------------- a run that has lost its lock
+
+
+def steal(app: Celery, redis: Any, request: Request, thief: str) -> None:
+    """End the lock of a run, and maybe let another call or delivery acquire it, before the renewer notices."""
+    run = request.ticket.run
+    renewer_of(app)._renew([request])
+    redis.delete(run.key)
+    if thief:
+        of_another = {"id": Ref(run.key, "other", nonce="m"), "delivery": replace(run, nonce="m")}[thief]
+        backend_of(app).begin(of_another, lease=60, remember_for=60, task="app.task", arguments="")
+
+
+@pytest.mark.parametrize("thief", ["", "id", "delivery"])
+@pytest.mark.parametrize("renewed_late", [False, True])
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_run_that_ends_without_its_lock_says_so_once(app, deliver, redis, caplog, base, renewed_late, thief):
+    """Its worker was stopped for longer than the lease, and its body ends just after that."""
+    task, task_id, told = app.task(same, name="app.task", base=base, shared=False), uuid(), []
+    renewer_of(app)._started = True  # the test is its thread
+    request = deliver(task, ["a"], id=task_id, **{HEADER: {"id": task_id, "key": "SINGLETONLOCK_a"}})
+    request.time_start = time.monotonic()
+    run = request.ticket.run
+    backend_of(app).begin(run, lease=60, remember_for=60, task=task.name, arguments="")
+    steal(app, redis, request, thief)
+
+    with connected(signals.lock_lost, lambda sender, ref, **_: told.append((sender, ref))):
+        if base is not None:  # the process of the run frees its lock first
+            backend_of(app).finish_many([run], remember_for=60, ran=True)
+        if renewed_late:
+            renewer_of(app)._renew([request])
+        renewer_of(app).finish(request)
+        for _ in range(2):
+            renewer_of(app)._work_off()
+
+    assert told == [(task.name, run)]
+    assert caplog.text.count("event=lock_lost") == 1
+
+
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_run_that_ends_with_its_lock_has_not_lost_it(app, deliver, redis, caplog, base):
+    """Its process frees the lock, and another call acquires it, before its worker hears of the end."""
+    task, task_id = app.task(same, name="app.task", base=base, shared=False), uuid()
+    renewer_of(app)._started = True  # the test is its thread
+    request = deliver(task, ["a"], id=task_id, **{HEADER: {"id": task_id, "key": "SINGLETONLOCK_a"}})
+    request.time_start = time.monotonic()
+    run = request.ticket.run
+    backend_of(app).begin(run, lease=60, remember_for=60, task=task.name, arguments="")
+    renewer_of(app)._renew([request])
+
+    if base is not None:
+        backend_of(app).finish_many([run], remember_for=60, ran=True)
+        backend_of(app).begin(Ref(run.key, "other"), lease=60, remember_for=60, task="app.task", arguments="")
+    renewer_of(app).finish(request)
+    renewer_of(app)._work_off()
+
+    assert "lock_lost" not in caplog.text
 
 
 # ---------------------------------------------------------------- a run that is ended by force

@@ -744,7 +744,16 @@ def test_doctor_tells_in_how_many_writes_all_is_sent(app, cli, no_worker_is_awai
     assert "sent in two writes: the broker is not on the server of the locks" in calls
     assert "several writes, so sent at least once: schedule, locks and broker are not on one server" in entries
     app.conf.broker_url = "memory://"
-    assert ["only kombu 5.7" in line for line in told()] == [True, True]
+    assert ["the broker is not Redis, whose messages alone go into a script" in line for line in told()] == [True] * 2
+
+
+def test_doctor_says_which_option_keeps_messages_out_of_a_script(server, redis, cli, no_worker_is_awaited):
+    with apps(server.celery_url, broker_transport_options={"retry_on_timeout": True}) as app:
+        lines = cli("doctor", code=1, app=app).output.splitlines()
+
+    said = [line for line in lines if "calls of Singletons" in line or "due entries:" in line]
+    assert ["retry_on_timeout" in line for line in said] == [True, True]
+    assert "only kombu 5.7" not in str(said)
 
 
 # ---------------------------------------------------------------- many calls

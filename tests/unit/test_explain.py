@@ -56,6 +56,18 @@ def test_a_run_that_ended():
     )
 
 
+def test_a_broker_that_is_away_is_named_though_no_run_is_claimed():
+    """The run before waits in that broker, so that no other is claimed."""
+    away = "the broker redis://b does not answer: Name or service not known"
+    state = ScheduleStatus({"host": "h", "pid": "1"}, [], True, 5.0, 1, 2, 2, 12.0, 0, {}, entry_lag=12.0)
+
+    told = said(record(NOON), state=state, broker_away=away, running=None, known_tasks=None)
+
+    assert "The broker redis://b does not answer: Name or service not known. So it is not known" in told
+    assert "Beat is behind" in told
+    assert "see the log of beat" not in told
+
+
 def test_an_expired_message_is_explained_by_the_clocks():
     end = End("expired", "", "", None, "w1", NOON)
     wrong = "the clock of worker w1 is about +600 s off that of the schedule's server"

@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING
 
 from ...broker import bounded
 from ...config import Config
-from ...connections import RedisError, ResponseError, masked, schedule_client, schedule_place, what_it_does
+from ...connections import (
+    RedisError,
+    ResponseError,
+    is_one_server,
+    masked,
+    schedule_client,
+    schedule_place,
+    what_it_does,
+)
 from ...errors import LockBackendError, SinglebeatError
 from ...locks import backend_of
 from ...locks.redis import RedisBackend
 from ...lua import answered_scripts, script
-from ...server_errors import advice_of_writes, denied_command, is_denied, with_advice
+from ...server_errors import advice_of_writes, denied_command, is_denied, is_full, with_advice
 from ..keys import Keys
 from .spoilt import spoilt_keys, why_spoilt
 
@@ -33,9 +41,11 @@ __all__ = (
     "TICKS",
     "Needs",
     "broker_refusal",
+    "freezes_locks",
     "lock_place",
     "lock_refusal",
     "lock_server_says",
+    "lock_trouble",
     "refuses_writes",
     "schedule_error",
     "schedule_refusal",
@@ -69,6 +79,7 @@ class Needs:
     commands: Sequence[Sequence[str]]  #: of scripts and calls on a key, with their arguments after the key
     calls: Mapping[str, Callable[[RedisClient, str], object]]  #: the other ones
     purpose: str  #: the consequence if the server refuses writes, in words
+    if_full: str = ""  #: the consequence if its memory is full, if that is another one
 
 
 #: The commands that scripts and calls of the schedule run.
@@ -118,6 +129,8 @@ LOCKS = Needs(
     ),
     _CALLS,
     "no lock is taken",
+    # Scripts that first delete, as those of calls do, may write then; the one that starts a run may not.
+    "runs start without their locks, or wait (singleton_on_backend_error)",
 )
 
 #: The commands with which kombu sends and receives on a Redis broker.
@@ -158,6 +171,24 @@ def lock_refusal(app: Celery, error: Exception | None = None) -> str:
         if isinstance(backend, RedisBackend):
             return _refusal(backend.redis, f"{Config.of(app).singleton_key_prefix}{{doctor}}", LOCKS, error)
     return ""
+
+
+def lock_trouble(app: Celery) -> str:
+    """Return that the locks' server does not answer, or refuses to write, with its name; empty if neither.
+
+    Also empty if it is the schedule's server, of which the same is said.
+    """
+    try:
+        place = lock_place(app)
+        if is_one_server(place, schedule_place(app)):
+            return ""
+        backend_of(app).workers_seen()
+    except LockBackendError as exc:
+        return with_advice(exc)
+    except SinglebeatError:  # the settings name no server
+        return ""
+    refused = lock_refusal(app)
+    return f"the locks' server {place}: {refused}" if refuses_writes(refused) else ""
 
 
 def broker_refusal(app: Celery) -> str:
@@ -249,7 +280,8 @@ def _refusal(client: RedisClient, key: str, needs: Needs, error: Exception | Non
         return ""
     for text in errors.values():
         if hint := advice_of_writes(text):
-            return f"{_NO_WRITES}, so that {needs.purpose}: {text.rstrip('.')}{hint}"
+            purpose = (needs.if_full if is_full(text) else "") or needs.purpose
+            return f"{_NO_WRITES}, so that {purpose}: {text.rstrip('.')}{hint}"
     denied_here = [command for command, text in errors.items() if is_denied(text)]
     if denied_here and any("keys" in errors[command] for command in denied_here):
         return f"its user may not use the key {key}: grant all keys with that prefix (docs, Rights)"
@@ -286,3 +318,8 @@ _NO_WRITES = "it refuses to write"
 def refuses_writes(refused: str) -> bool:
     """Return whether a server refuses all writes, by what the functions above have returned."""
     return _NO_WRITES in refused
+
+
+def freezes_locks(refused: str) -> bool:
+    """Return whether no worker can renew or free a lock, by what the locks' server refuses."""
+    return refuses_writes(refused) and not is_full(refused)

@@ -103,8 +103,9 @@ def _leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
     elif state.leader_silent and not schedule.refused:
         yield Finding("problem", "beat", state.leader_silent)
     elif state.overdue:
-        text = f"{state.overdue_entries}. {SEE_LOG}" if state.works and not schedule.refused else state.overdue_entries
-        yield Finding("problem", "beat", text)
+        has_reason = schedule.refused or not schedule.broker_answers  # which is said elsewhere
+        see_log = "" if has_reason or not state.works else f". {SEE_LOG}"
+        yield Finding("problem", "beat", f"{state.overdue_entries}{see_log}")
 
 
 def _renewal(state: ScheduleStatus) -> Iterator[Finding]:

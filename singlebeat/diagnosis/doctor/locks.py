@@ -11,6 +11,7 @@ from ...beat.delivery import queue_of
 from ...beat.entries.statics import owner_of
 from ...beat.lost_messages import MOST, Waiting, examine, queue_here, sent_to_another_broker
 from ...beat.status import counted
+from ...beat.store.probe import freezes_locks
 from ...broker import is_one_broker, own_broker
 from ...config import Config
 from ...errors import SinglebeatError
@@ -66,7 +67,7 @@ def check_locks(app: Celery, schedule: Read) -> Iterator[Finding]:
     if text := _run_of_another_broker(app, rows) or _message_of_another_broker(app, rows):
         text = f"{text}. {_SHARED}"
         yield Finding("problem", f"singleton_key_prefix {Config.of(app).singleton_key_prefix}", text)
-    if schedule.workers:
+    if schedule.workers and not freezes_locks(schedule.locks_refused):
         silent = [lock for _, _, lock in rows if lock.seems_abandoned and not lock.unusable]
         yield from _silent_owners(schedule.workers, silent)
 

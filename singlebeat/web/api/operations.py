@@ -320,7 +320,7 @@ OPERATIONS: Sequence[Operation] = (
         record(key=STRING, task_id=STRING, unlocked={"type": "boolean"}),
         body=(
             Parameter("which", "Task id of its owner, or its key.", is_required=True),
-            Parameter("force", "Free it even if its owner may be alive.", "boolean", default=False),
+            Parameter("force", "Free it even if its owner may be alive: that run goes on.", "boolean", default=False),
         ),
     ),
     Operation(
