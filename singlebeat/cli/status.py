@@ -34,11 +34,11 @@ def status_(app: Celery, as_json: bool) -> None:
         show_json(asdict(state))
         return
     click.echo(printable(f"leader      {', '.join(filter(None, (who(state), state.renewed)))}"))
-    click.echo(f"{'beats' if state.is_shared else 'standbys':<12}{len(state.standbys)}")
+    click.echo(f"{'beats' if state.is_shared or state.sharing else 'standbys':<12}{len(state.standbys)}")
     for standby in state.standbys:
         of_app = f", of app {standby['app']}" if standby.get("app", state.app) != state.app else ""
         click.echo(printable("  {host}, pid {pid}, since {since}".format_map(standby) + of_app))
-    problems = (state.why_leaderless, state.redbeat_silent, state.sent_elsewhere, ticks_refusal(app))
+    problems = (state.unlike, state.why_leaderless, state.redbeat_silent, state.sent_elsewhere, ticks_refusal(app))
     for problem in filter(None, problems):
         click.echo(marked(f"problem     {problem}", "problem"))
     for text in state.other_brokers(standbys=True):

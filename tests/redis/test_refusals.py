@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import socket
@@ -15,11 +16,12 @@ from unittest.mock import Mock
 import pytest
 from celery.schedules import schedule
 
-from singlebeat import clocked
+from singlebeat import Scheduler, clocked
 from singlebeat.beat import store
 from singlebeat.beat.delivery import Reader
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import STAY, Lease
+from singlebeat.beat.metrics import BeatMetrics
 from singlebeat.beat.result_backend import ResultBackendError
 from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.probe import LOCKS, SCHEDULE, Needs
@@ -941,3 +943,70 @@ def test_the_doctor_names_an_evicting_server_to_a_user_without_config(findings, 
 
     assert any("maxmemory-policy is allkeys-lru" in text for text in texts)
     assert any("grant +config|get" in text for text in texts)
+
+
+def share_as(monkeypatch: pytest.MonkeyPatch, host: str, bench: Bench) -> Scheduler:
+    """Let a beat that shares the work tick as on a host of its own."""
+    scheduler = bench.scheduler()
+    with monkeypatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: host)
+        scheduler.tick()
+    return scheduler
+
+
+def test_a_beat_without_a_lock_beside_a_leader_is_a_problem(
+    findings, cli, server, bench_on, shared, redis, monkeypatch
+):
+    locked = bench_on(server)
+    leader = locked.scheduler()
+    leader.tick()
+    share_as(monkeypatch, "sharer", shared)
+
+    for bench, here in ((locked, "is set"), (shared, "is None")):
+        (text,) = [text for level, text in findings("beat", app=bench.app) if level == "problem"]
+        assert text.startswith("beats with and without a lock: ")
+        assert f"{socket.gethostname()}, pid {os.getpid()}, leads; sharer, pid {os.getpid()}, shares the work; " in text
+        assert f"redbeat_lock_key {here} in this process. Set redbeat_lock_key alike for all beats" in text
+        status = cli("status", app=bench.app).output
+        assert f"leader      {socket.gethostname()}, pid {os.getpid()}, term 1" in status
+        assert "problem     beats with and without a lock" in status
+        assert "beats       1" in status
+
+    redis.delete("redbeat::lock", "redbeat::leader")
+    (text,) = [text for level, text in findings("beat", app=locked.app) if level == "problem"]
+    assert text.startswith(f"beats with and without a lock: sharer, pid {os.getpid()}, shares the work; ")
+    assert "healthy: none: beats share the work" in cli("health", app=locked.app).output
+    locked.put()
+    assert "No beat leads" not in cli("explain", "e", app=locked.app).output
+
+
+def test_a_beat_that_shares_the_work_logs_when_another_is_gone(shared, redis, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    one, _ = share_as(monkeypatch, "one", shared), share_as(monkeypatch, "other", shared)
+    (sign,) = [each for each in redis.zrange("redbeat::standbys", 0, -1) if '"other"' in each]
+    stays = redis.zscore("redbeat::standbys", sign)
+
+    for until in (stays, 1, stays):
+        redis.zadd("redbeat::standbys", {sign: until})
+        one.lease._share_at = 0.0  # as a second later
+        one.tick()
+
+    told = [
+        (record.levelname, record.getMessage()) for record in caplog.records if "event=share_" in record.getMessage()
+    ]
+    told = [(level, text) for level, text in told if f"beat=other:{os.getpid()}" in text]
+    assert [level for level, _ in told] == ["INFO", "WARNING", "INFO"]
+    assert "shares the work no more: it has ended, hangs, or does not reach the server" in told[1][1]
+
+
+def test_a_beat_that_shares_the_work_counts_only_the_others(shared, monkeypatch):
+    pytest.importorskip("prometheus_client")
+    scheduler = shared.scheduler()
+    scheduler.tick()
+
+    def standbys() -> float | None:
+        return BeatMetrics(shared.app, scheduler.lease).registry.get_sample_value("singlebeat_standbys")
+
+    assert standbys() == 0
+    share_as(monkeypatch, "other", shared)
+    assert standbys() == 1

@@ -229,6 +229,11 @@ class Lease:
             *_, signs = pipe.execute()
         others = frozenset(self._sharing(signs)) - {identity()}
         if others != self.share.others:
+            for beat in sorted({*self.share.others} - others):
+                text = "beat: %(beat)s shares the work no more: it has ended, hangs, or does not reach the server"
+                log.warning(text, event="share_left", beat=beat)
+            for beat in sorted(others - {*self.share.others}):
+                log.info("beat: %(beat)s shares the work", event="share_joined", beat=beat)
             self.share = Share(identity(), others)
         self._share_at = self._clock() + SHARE_EVERY
 
