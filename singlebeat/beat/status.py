@@ -147,7 +147,7 @@ class ScheduleStatus:
         named = "; ".join(f"{beat.get('host', '?')}, pid {beat.get('pid', '?')}, {role}" for beat, role in self.beats)
         here = "is None" if self.is_shared else "is set"
         return (
-            f"beats with and without a lock: {named}; redbeat_lock_key {here} in this process. Set redbeat_lock_key "
+            f"settings with and without a lock: {named}; redbeat_lock_key {here} in this process. Set redbeat_lock_key "
             "alike for all beats and tools: a beat that shares the work sends beside a leader, unfenced"
         )
 
