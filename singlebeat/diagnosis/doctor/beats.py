@@ -95,8 +95,8 @@ def _leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("warning", "beat", text)
     elif not state.standbys:
         text = (
-            "no standby is noted: when the leader is lost without one, nothing is sent until it is back; start a second "
-            "beat. If one runs, it cannot note itself: its log and its /readyz say why"
+            "no standby is noted: when the leader is lost without one, nothing is sent until it is back; start a "
+            "second beat. If one runs, it cannot note itself: its log and its /readyz say why"
         )
         yield Finding("warning", "beat", text)
     if state.redbeat_silent:
