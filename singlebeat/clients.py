@@ -289,6 +289,15 @@ def native(url: str) -> str:
     return f"unix://{parts.netloc}{parts.path}" + (f"?{urlencode(query)}" if query else "")
 
 
+#: The settings that hold the options of a client, by the setting that holds its URL.
+_OPTIONS_OF = {
+    "redbeat_redis_url": "redbeat_redis_options",
+    "singleton_backend_url": "singleton_backend_kwargs",
+    "broker_url": "broker_transport_options",
+    "result_backend": "result_backend_transport_options",
+}
+
+
 def private(
     url: str, *, timeout: float, retries: int = 2, options: ClientOptions | None = None, setting: str = ""
 ) -> RedisClient:
@@ -305,7 +314,7 @@ def private(
         ConfigError: the URL or the options cannot be used; the message masks the password.
     """
     try:
-        return _client(_NEXT_URL.split(url), timeout, retries, dict(options or {}))
+        return _client(_NEXT_URL.split(url), timeout, retries, dict(options or {}), _OPTIONS_OF.get(setting, ""))
     except (ValueError, TypeError, redis_errors.DataError, ImportError, AttributeError) as exc:
         # An invalid port may be part of the password, cut at a character that had to be quoted.
         reason = "its port is not a number (is the password quoted?)" if "Port" in str(exc) else exc
@@ -321,7 +330,7 @@ def shared(url: str, *, timeout: float, options: ClientOptions | None = None, se
     return _clients[key]
 
 
-def _client(urls: list[str], timeout: float, retries: int, given: dict[str, Any]) -> RedisClient:
+def _client(urls: list[str], timeout: float, retries: int, given: dict[str, Any], given_in: str) -> RedisClient:
     topology = {name: given.pop(name) for name in TOPOLOGY & given.keys()}
     # A negative value makes RedBeat retry for ever. Beat retries at every tick instead; other callers must not block.
     period = max(0.0, float(given.pop("retry_period", None) or 0)) * bool(retries)
@@ -351,7 +360,8 @@ def _client(urls: list[str], timeout: float, retries: int, given: dict[str, Any]
         asked = topology.get("sentinels") or [(a.get("host", "localhost"), a.get("port", 0)) for a in addresses]
         name = topology.get("master_name") or topology.get("service_name")
         if not name and urls[0].startswith("sentinel://"):
-            raise ValueError("the option master_name is missing: set it to the master that the sentinels watch")
+            where = f" in {given_in}" if given_in else ""
+            raise ValueError(f"the option master_name is missing{where}: set it to the master that the sentinels watch")
         # No retries: if a sentinel fails, redis-py asks the next sentinel.
         asking = {**limits, "retry": Retry(NoBackoff(), 0), **(topology.get("sentinel_kwargs") or {})}
         sentinel: Any = _Sentinels(  # type: ignore[no-untyped-call]

@@ -36,6 +36,16 @@ EVENTS: Mapping[str, Event] = {
         (INFO, WARNING),
         "Another beat leads: ``leader``, ``term``, ``since``. WARNING if this beat has led or stood by before.",
     ),
+    "share_left": Event(
+        (WARNING,),
+        "Where beats share the work (``redbeat_lock_key = None``): ``beat``, another one, gives no sign of life any "
+        "more. The others send its part of the due entries.",
+    ),
+    "share_joined": Event((INFO,), "Where beats share the work: ``beat``, another one, does so, too, from now on."),
+    "leaderless": Event(
+        (ERROR,),
+        "This beat stands by, and no beat can lead: another program has spoilt a key of leadership: ``reason``.",
+    ),
     "lock_released": Event((INFO,), "This beat has given up leadership at its end."),
     "lease_nearly_lost": Event(
         (WARNING,),
@@ -136,8 +146,8 @@ EVENTS: Mapping[str, Event] = {
     ),
     "trouble": Event(
         (ERROR,),
-        "A tick failed because of the schedule's server: ``reason``. Beat tries again. Logged once for each kind of "
-        "error.",
+        "A tick failed because of the schedule's server, or of the broker: ``reason``. Beat tries again. Logged once "
+        "for each kind of error.",
     ),
     "recovered": Event(
         (WARNING,),

@@ -14,6 +14,7 @@ from ..errors import LockBackendError, UnusableLockError
 from ..log import Log
 from ..server_errors import with_advice
 from .backoff import Backoff
+from .store.probe import lock_server_says
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -152,9 +153,15 @@ class Failures:
             self._unreachable.add(server)
             until = "takes it" if is_refusal(exc) else "answers"
             text = f"Scheduler: Message Error: due occurrences stay pending until %(server)s {until}"
-            # The locks' server is in the error.
-            where = "" if server == LOCKS else f"{BROKER} {broker_place(self.app)}: "
-            log.error(text, event="unreachable", server=server, reason=f"{where}{in_words(exc)}")
+            of_locks = next((cause for cause in causes(exc) if isinstance(cause, LockBackendError)), None)
+            reason = f"{BROKER} {broker_place(self.app)}: {in_words(exc)}"
+            if of_locks is not None:
+                reason = lock_server_says(self.app, of_locks)
+            log.error(text, event="unreachable", server=server, reason=reason)
+
+    def is_away(self, server: str) -> bool:
+        """Return whether a server was logged as unreachable, and does not work again."""
+        return server in self._unreachable
 
     def note_answer(self, server: str) -> None:
         """Log that a server works again, if it was logged as unreachable."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -95,7 +97,7 @@ METRICS: Mapping[str, Metric] = {
         Metric(
             "singlebeat_standbys",
             "gauge",
-            "Beats that stand by; with redbeat_lock_key None, the beats that share the work.",
+            "Beats that stand by; with redbeat_lock_key None, the other beats that share the work.",
         ),
         Metric("singlebeat_lease_left_seconds", "gauge", "Time until leadership ends unless it is renewed."),
         Metric(
@@ -214,12 +216,14 @@ class BeatMetrics:
         except RedisError:
             yield METRICS["singlebeat_redis_up"].gauge(0)
             return
+        us = (socket.gethostname(), str(os.getpid()))
+        others = [beat for beat in state.sharing if (beat.get("host"), beat.get("pid")) != us]
         for name, value in {
             "redis_up": 1,
             "redis_refuses": bool(refused),
             "schedule_lost": bool(state.lost),
             "term": float(state.leader.get("term") or 0),
-            "standbys": len(state.standbys),
+            "standbys": len(others if state.is_shared else state.standing_by),
             "lease_left_seconds": state.lease_left,
             "clock_ahead_seconds": state.host_ahead,
             "clock_set_back_seconds": state.set_back,

@@ -30,7 +30,7 @@ from ..connections import (
 )
 from ..errors import ConfigError, ConflictError, EntryError, LockBackendError
 from ..log import Log
-from ..server_errors import with_advice
+from ..server_errors import denied_command, is_denied, with_advice
 from .calendar.recurrence import reporting_questions
 from .calendar.zone import app_zone
 from .dispatch import Dispatcher
@@ -39,7 +39,7 @@ from .entries.entry import prepare
 from .entries.fields import BATCH, FencedError
 from .entries.listing import Listing
 from .entries.statics import Statics, are_same_but_paused, is_from_code, signature_of
-from .failures import UnreachableBrokerError
+from .failures import BROKER, UnreachableBrokerError
 from .keys import Keys
 from .leadership.clock_guard import Clock
 from .leadership.lease import Lease, Term
@@ -51,7 +51,7 @@ from .one_write import OneWrite
 from .publisher import BeatProducer, BrokerAccess
 from .server_time import ServerTime
 from .store.claims import Due, Store
-from .store.probe import CONFIRM, TICKS, schedule_error, schedule_refusal
+from .store.probe import CONFIRM, TICKS, lock_server_says, schedule_error, schedule_refusal
 from .store.spoilt import why_spoilt
 from .store.unplaced import LostPlaces
 from .store.zone_change import Places
@@ -137,6 +137,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._checked: Term | None = None  #: our term, once the entries of other apps are counted
         self._term: Term | None = None  #: our term, once ``beat_schedule`` is installed
         self._stands_by_for, self._check_leader_at = "", 0.0  #: the leader at the last check, and when to check again
+        self._spoilt = ""  #: why no beat can lead, once it is logged
         self._has_role = False
         self._in_trouble = set[str]()  #: kinds of errors that were logged since the trouble began
         self._is_refused = False  #: in the last tick that failed, the schedule's server replied with an error
@@ -275,7 +276,11 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             if seconds > SLOW_TICK:
                 log.warning("beat: A tick was slow", event="tick_ended", seconds=seconds)
         if self._in_trouble and self._is_recovered(term):
-            log.warning("beat: Redis works again", event="recovered")
+            of_broker = self._in_trouble == {UnreachableBrokerError.__name__}
+            if not of_broker:
+                log.warning("beat: Redis works again", event="recovered")
+            elif not self.dispatcher.failures.is_away(BROKER):  # else its own line says when it answers
+                log.warning("beat: Ticks succeed again", event="recovered")
             self._in_trouble.clear()
         return delay
 
@@ -391,7 +396,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self.lost_places.begin()
         self.lost_places.search()
         self.setup_schedule()
-        self._term, self._stands_by_for, self._check_leader_at = term, "", 0.0
+        self._term, self._stands_by_for, self._spoilt, self._check_leader_at = term, "", "", 0.0
         signals.leadership_gained.send(sender=self.app, term=term)
 
     def _check_others(self) -> None:
@@ -426,13 +431,16 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._end_term()
         if time.monotonic() >= self._check_leader_at and not self._closed:
             self._check_leader_at = time.monotonic() + LEADER_CHECK_INTERVAL
-            leader = self.lease.leader()
+            leader, spoilt = self.lease.leader(), self.lease.spoilt
             # The leader has noted it if it knew the forgotten terms, too.
             if self.lease.forgotten and self._set_loss(why := _forgotten(self.lease.forgotten)):
                 sentence = "beat: The schedule has vanished, or its last changes, before another beat began to lead"
                 log.warning(sentence, event="schedule_vanished", reason=why)
             name = f"{leader['host']}:{leader['pid']}" if leader else "another beat"
-            if name != self._stands_by_for:
+            if spoilt and spoilt != self._spoilt:
+                log.error("beat: Standing by, and no beat leads", event="leaderless", reason=spoilt)
+            self._spoilt = spoilt
+            if name != self._stands_by_for and not spoilt:
                 self._stands_by_for = name
                 facts = {"term": leader.get("term"), "since": leader.get("since")}
                 self._log_change("beat: Standing by: %(leader)s leads", event="stands_by", leader=name, **facts)
@@ -470,13 +478,21 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if kind in self._in_trouble:
             return
         self._in_trouble.add(kind)
-        if isinstance(exc, LockBackendError | UnreachableBrokerError):  # it names the server
+        if isinstance(exc, LockBackendError):
+            text = lock_server_says(self.app, exc)
+        elif isinstance(exc, UnreachableBrokerError):  # it names the server
             text = with_advice(exc)
         else:
             text = schedule_error(self.app, exc)
+        # Redis before 7.2 does not name the command of a script.
+        is_unnamed = isinstance(exc, ResponseError) and is_denied(exc) and not denied_command(str(exc))
+        if is_unnamed and (refused := schedule_refusal(self.app, needs=TICKS)):
+            text = f"the schedule's server {schedule_place(self.app)}: {refused}"
         if why := why_spoilt(schedule_client(self.app), Keys.of(self.app), exc):
             text = f"the schedule's server {schedule_place(self.app)}: {why}"
-        log.error("beat: Trouble with Redis: trying again", event="trouble", every=TROUBLE_INTERVAL, reason=text)
+        what = BROKER if isinstance(exc, UnreachableBrokerError) else "Redis"
+        sentence = f"beat: Trouble with {what}: trying again"
+        log.error(sentence, event="trouble", every=TROUBLE_INTERVAL, reason=text)
 
     def setup_schedule(self) -> None:
         """Install the entries of ``beat_schedule``; called each time this beat begins to lead."""

@@ -91,7 +91,8 @@ class ScheduleStatus:
     #: host, pid, since, term, app, statics, version, broker, by how much its clock is ahead of the server's, how long
     #: its last renewal ``took``; empty if no beat of ours leads
     leader: Mapping[str, str]
-    #: the same, without a term, of each beat of ours that stands by or, where leadership is switched off, works
+    #: the same, without a term, of each beat of ours that stands by or, where leadership is switched off, works; with
+    #: its zone if it works
     standbys: Sequence[Mapping[str, str]]
     locked: bool  #: a beat leads, perhaps a beat of RedBeat, which leaves no name
     lease_left: float
@@ -122,8 +123,33 @@ class ScheduleStatus:
     def works(self) -> bool:
         """Whether a beat leads or, where leadership is switched off, some beat works."""
         if self.is_shared:
-            return bool(self.standbys)
-        return self.locked or bool(self.leader)
+            return bool(self.standbys or self.leader)
+        return self.locked or bool(self.leader or self.sharing)
+
+    @property
+    def sharing(self) -> Sequence[Mapping[str, str]]:
+        """The beats whose ``redbeat_lock_key`` is None: they share the work. Only these note their zone."""
+        return [beat for beat in self.standbys if "zone" in beat]
+
+    @property
+    def standing_by(self) -> Sequence[Mapping[str, str]]:
+        """The beats that lead next if the leader dies."""
+        return [beat for beat in self.standbys if "zone" not in beat]
+
+    @property
+    def unlike(self) -> str:
+        """That beats differ from one another, or from this process, in whether they have a lock, and what to do.
+
+        Empty if they do not.
+        """
+        if not (self.leader if self.is_shared else self.sharing):
+            return ""
+        named = "; ".join(f"{beat.get('host', '?')}, pid {beat.get('pid', '?')}, {role}" for beat, role in self.beats)
+        here = "is None" if self.is_shared else "is set"
+        return (
+            f"settings with and without a lock: {named}; redbeat_lock_key {here} in this process. Set redbeat_lock_key "
+            "alike for all beats and tools: a beat that shares the work sends beside a leader, unfenced"
+        )
 
     def pause_over(self, policy: EntryPolicy) -> Pause | None:
         """Return the first pause of many entries that covers an entry with a policy, None if there is none."""
@@ -134,15 +160,12 @@ class ScheduleStatus:
         return [pause for pause in self.pauses if pause.covers(policy)]
 
     @property
-    def role(self) -> str:
-        """What each beat among ``standbys`` does."""
-        return "shares the work" if self.is_shared else "stands by"
-
-    @property
     def beats(self) -> Sequence[tuple[Mapping[str, str], str]]:
         """The records of all beats of ours, the leader first, and what each of them does."""
         leader = [(self.leader, "leads")] if self.leader else []
-        return [*leader, *((beat, self.role) for beat in self.standbys)]
+        shares = "shares the work"
+        others = ((beat, shares if self.is_shared or "zone" in beat else "stands by") for beat in self.standbys)
+        return [*leader, *others]
 
     @property
     def is_unused(self) -> bool:
@@ -177,7 +200,7 @@ class ScheduleStatus:
         lease = _number(self.leader.get("lease_ms")) / 1000
         if not self.overdue or self.lease_left >= lease * RENEWED:
             return ""
-        next_ = "a standby takes over then" if self.standbys else "no beat stands by: start one"
+        next_ = "a standby takes over then" if self.standing_by else "no beat stands by: start one"
         return (
             f"the leader, {self.leader.get('host', '?')}, pid {self.leader.get('pid', '?')}, has not renewed the lock "
             f"for {lease - self.lease_left:.0f} s, and {self.overdue_entries}: it was killed, hangs, or does not reach "
@@ -332,7 +355,8 @@ class ScheduleStatus:
         pauses = Pauses.of(many)
         seen = {text: until / 1000 - STAY for text, until in signs}
         beats = [_decode_standby(text) for text, at in seen.items() if abs(now - at) < STAY]
-        working, others = beats if keys.lock is None else [leader], Config.of(app).singlebeat_other_app_check
+        working = [leader, *(beat for beat in beats if keys.lock is None or "zone" in beat)]
+        others = Config.of(app).singlebeat_other_app_check
         apps = {beat.get("app", "") for beat in working} - {"", owner_of(app)} if others != "ignore" else set()
         set_back = _number(clock) - now
         if not DIFFERS_FROM < set_back <= LONGEST_STEP_BACK.total_seconds():
@@ -479,7 +503,7 @@ def _decode_standby(text: str) -> Mapping[str, str]:
     try:
         raw: Any = json.loads(text)
         return {name: str(raw[name]) for name in ("host", "pid", "since")} | {
-            name: str(raw[name]) for name in ("app", "statics", "version", "broker", "ahead") if name in raw
+            name: str(raw[name]) for name in ("app", "statics", "version", "broker", "ahead", "zone") if name in raw
         }
     except (ValueError, TypeError, KeyError):
         return {"host": text, "pid": "", "since": ""}

@@ -12,7 +12,7 @@ import click
 
 from ..beat.leadership.lease import resign
 from ..beat.status import MAX_LAG, ScheduleStatus
-from ..beat.store.probe import lock_trouble, ticks_refusal
+from ..beat.store.probe import lock_trouble, refuses_writes, ticks_refusal
 from ..diagnosis.leader import who
 from .output import UNANSWERED, Seconds, command, fail, marked, printable, show_json
 
@@ -34,11 +34,14 @@ def status_(app: Celery, as_json: bool) -> None:
         show_json(asdict(state))
         return
     click.echo(printable(f"leader      {', '.join(filter(None, (who(state), state.renewed)))}"))
-    click.echo(f"{'beats' if state.is_shared else 'standbys':<12}{len(state.standbys)}")
+    refused = ticks_refusal(app)
+    unnoted = ", and none can note itself while the server refuses writes" if refuses_writes(refused) else ""
+    unnoted = "" if state.standbys else unnoted
+    click.echo(f"{'beats' if state.is_shared or state.sharing else 'standbys':<12}{len(state.standbys)}{unnoted}")
     for standby in state.standbys:
         of_app = f", of app {standby['app']}" if standby.get("app", state.app) != state.app else ""
         click.echo(printable("  {host}, pid {pid}, since {since}".format_map(standby) + of_app))
-    problems = (state.why_leaderless, state.redbeat_silent, state.sent_elsewhere, ticks_refusal(app), lock_trouble(app))
+    problems = (state.unlike, state.why_leaderless, state.redbeat_silent, state.sent_elsewhere, refused, lock_trouble(app))
     for problem in filter(None, problems):
         click.echo(marked(f"problem     {problem}", "problem"))
     for text in state.other_brokers(standbys=True):
@@ -56,7 +59,8 @@ def status_(app: Celery, as_json: bool) -> None:
     waits = ", which wait for a beat of singlebeat" if state.redbeat_leads else ""
     if not waits and not state.works:
         waits = ", which wait for a beat to lead"
-    waits = waits or ", claimed and not yet sent: if they stay, broker or locks' server is unreachable (see doctor)"
+    why = "the broker or the locks' server does not answer, or refuses a command (see doctor)"
+    waits = waits or f", claimed and not yet sent: if they stay, {why}"
     late = f", the first late by {state.pending_lag:.0f} s" if state.pending_lag else ""
     click.echo(f"pending     {state.pending}{late}" + (waits if state.pending else ""))
     for pause in state.pauses:

@@ -101,7 +101,15 @@ def _why_missing(app: Celery, entries: Schedule, name: str, state: ScheduleStatu
         return gone
     if not state.works and (refused := refusal(app, state)):
         return f", and {state.problem()}: {refused}"
-    return "".join(f". {found[0].upper()}{found[1:]}" for found in (state.sent_elsewhere, state.lost) if found)
+    if told := "".join(f". {found[0].upper()}{found[1:]}" for found in (state.sent_elsewhere, state.lost) if found):
+        return told
+    if name not in Statics(app, schedule_client(app)).given:
+        return ""
+    why = state.problem() or (
+        "the log of beat says why it could not (event=not_added; event=trouble if the schedule's server refuses a "
+        "command to beat's user)"
+    )
+    return f". It is in beat_schedule, which a beat stores when it begins to lead: {why}"
 
 
 def _delivery(app: Celery, entry: Entry | None, workers: Workers | None) -> Delivery | None:
@@ -167,7 +175,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
     except LockBackendError as exc:
         locks_away = lock_server_says(app, exc)
     # A run without an end may have ended, and the server may have refused the record.
-    is_doubtful = pending is not None or bool(state.overdue) or not state.works or bool(task)
+    is_doubtful = pending is not None or bool(state.due) or not state.works or bool(task)
     refused = schedule_refusal(app) if is_doubtful else ""
     # A refusal of the locks' server may be the reason why a run is not sent, or does not start.
     locks_refused = lock_refusal(app) if (pending is not None or task) and not locks_away else ""

@@ -16,11 +16,11 @@ __all__ = ("refusal", "who")
 
 def who(state: ScheduleStatus) -> str:
     """Return a description of the leader, for people."""
-    if state.is_shared:
-        since = "no beat was seen" if state.silent is None else f"a beat was last seen {state.silent:.0f} s ago"
-        return f"none: beats share the work (redbeat_lock_key is None), {since}"
     if state.leader:
         return "{host}, pid {pid}, term {term}, since {since}".format_map({**_UNKNOWN, **state.leader})
+    if state.is_shared or (state.sharing and not state.locked):
+        since = "no beat was seen" if state.silent is None else f"a beat was last seen {state.silent:.0f} s ago"
+        return f"none: beats share the work (redbeat_lock_key is None), {since}"
     if state.redbeat_leads:
         left = f"{state.lease_left:.0f} s"
         return f"a beat of RedBeat, which leaves no name; its lock ends in {left} if it is not renewed"

@@ -150,7 +150,7 @@ def test_workers_of_one_version_are_fine_and_beats_without_standby_are_not(celer
     assert "clock" not in said
     assert "entry cleanup" not in said, "each worker knows the tasks of Celery itself, and names none of them"
     assert said["beat"][0] == "warning"
-    assert "there is no standby" in said["beat"][1]
+    assert "no standby is noted" in said["beat"][1]
 
 
 def test_a_silent_worker_is_named_with_the_queue_that_it_may_read(celery, app, doctor):

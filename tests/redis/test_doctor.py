@@ -210,7 +210,7 @@ def test_the_share_of_the_lease_that_a_renewal_takes_is_told(findings, cli, benc
 
 def test_no_standby_is_missed_where_none_can_note_itself(findings, bench, server, bench_on):
     bench.tick()
-    missing = "there is no standby: when the leader is lost"
+    missing = "no standby is noted: when the leader is lost without one"
     assert missing in str(findings("beat"))
     with without(server, "zremrangebyscore") as url:
         mute = bench_on(server, redbeat_redis_url=url.replace("redis+socket", "unix"))
@@ -453,7 +453,7 @@ def test_a_refused_history_is_named_by_all_that_read_it(findings, cli, bench, se
     assert said[0].startswith("Runs may not be sent or recorded because of the schedule's server: the ACL of its user")
     assert all("lacks XADD: grant +xadd" in each for each in said)
     assert "runs may be missing here" in said[1]
-    assert "there is no standby: " in standby
+    assert "no standby is noted: " in standby
     assert "runs may be missing" not in cli("history", "e").output
 
 
@@ -651,7 +651,7 @@ def test_an_entry_of_beat_schedule_that_was_never_stored_is_named(bench, finding
 
     (text,) = [text for level, text in findings("entry wrong", app=scheduler.app) if level == "problem"]
 
-    assert "does not run: the log of beat says why it could not be stored (not_added)" in text
+    assert "does not run: the log of beat says why it could not be stored (event=not_added; event=trouble if" in text
 
 
 class Unwell(schedule):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import socket
@@ -15,11 +16,13 @@ from unittest.mock import Mock
 import pytest
 from celery.schedules import schedule
 
-from singlebeat import clocked
+from singlebeat import Scheduler, clocked
 from singlebeat.beat import store
 from singlebeat.beat.delivery import Reader
+from singlebeat.beat.failures import UnreachableBrokerError
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import STAY, Lease
+from singlebeat.beat.metrics import BeatMetrics
 from singlebeat.beat.result_backend import ResultBackendError
 from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.probe import LOCKS, SCHEDULE, Needs
@@ -562,7 +565,7 @@ def test_beat_says_where_the_refused_command_is_named(server, redis, bench_on, l
 
     (told,) = logged("trouble")
     named = r"'zadd' command.*: grant \+zadd \(docs, Rights\)"
-    assert re.search(rf"{named}|ACL LOG on the server names the command; docs, Rights", told["reason"])
+    assert re.search(rf"{named}|lacks ZADD: grant \+zadd", told["reason"])
 
 
 def test_errors_of_the_locks_server_name_the_missing_right(lacking, redis):
@@ -999,3 +1002,166 @@ def test_the_doctor_names_an_evicting_server_to_a_user_without_config(findings, 
 
     assert any("maxmemory-policy is allkeys-lru" in text for text in texts)
     assert any("grant +config|get" in text for text in texts)
+
+
+def share_as(monkeypatch: pytest.MonkeyPatch, host: str, bench: Bench) -> Scheduler:
+    """Let a beat that shares the work tick as on a host of its own."""
+    scheduler = bench.scheduler()
+    with monkeypatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: host)
+        scheduler.tick()
+    return scheduler
+
+
+def test_a_beat_without_a_lock_beside_a_leader_is_a_problem(
+    findings, cli, server, bench_on, shared, redis, monkeypatch
+):
+    locked = bench_on(server)
+    leader = locked.scheduler()
+    leader.tick()
+    share_as(monkeypatch, "sharer", shared)
+
+    for bench, here in ((locked, "is set"), (shared, "is None")):
+        (text,) = [text for level, text in findings("beat", app=bench.app) if level == "problem"]
+        assert text.startswith("settings with and without a lock: ")
+        assert f"{socket.gethostname()}, pid {os.getpid()}, leads; sharer, pid {os.getpid()}, shares the work; " in text
+        assert f"redbeat_lock_key {here} in this process. Set redbeat_lock_key alike for all beats" in text
+        status = cli("status", app=bench.app).output
+        assert f"leader      {socket.gethostname()}, pid {os.getpid()}, term 1" in status
+        assert "problem     settings with and without a lock" in status
+        assert "beats       1" in status
+
+    redis.delete("redbeat::lock", "redbeat::leader")
+    (text,) = [text for level, text in findings("beat", app=locked.app) if level == "problem"]
+    assert text.startswith(f"settings with and without a lock: sharer, pid {os.getpid()}, shares the work; ")
+    assert "healthy: none: beats share the work" in cli("health", app=locked.app).output
+    locked.put()
+    assert "No beat leads" not in cli("explain", "e", app=locked.app).output
+
+
+def test_a_beat_that_shares_the_work_logs_when_another_is_gone(shared, redis, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    one, _ = share_as(monkeypatch, "one", shared), share_as(monkeypatch, "other", shared)
+    (sign,) = [each for each in redis.zrange("redbeat::standbys", 0, -1) if '"other"' in each]
+    stays = redis.zscore("redbeat::standbys", sign)
+
+    for until in (stays, 1, stays):
+        redis.zadd("redbeat::standbys", {sign: until})
+        one.lease._share_at = 0.0  # as a second later
+        one.tick()
+
+    told = [
+        (record.levelname, record.getMessage()) for record in caplog.records if "event=share_" in record.getMessage()
+    ]
+    told = [(level, text) for level, text in told if f"beat=other:{os.getpid()}" in text]
+    assert [level for level, _ in told] == ["INFO", "WARNING", "INFO"]
+    assert "shares the work no more: it has ended, hangs, or does not reach the server" in told[1][1]
+
+
+def test_a_beat_that_shares_the_work_counts_only_the_others(shared, monkeypatch):
+    pytest.importorskip("prometheus_client")
+    scheduler = shared.scheduler()
+    scheduler.tick()
+
+    def standbys() -> float | None:
+        return BeatMetrics(shared.app, scheduler.lease).registry.get_sample_value("singlebeat_standbys")
+
+    assert standbys() == 0
+    share_as(monkeypatch, "other", shared)
+    assert standbys() == 1
+
+
+def test_a_command_that_the_server_does_not_name_is_in_the_log(lacking, logged, monkeypatch):
+    """Redis before 7.2 does not name the command of a script: beat finds it as /readyz does."""
+    unnamed = ResponseError("The user executing the script can't run this command or subcommand script: f, on line 9.")
+    for command in ("zadd", "hset", "time", "xadd"):
+        with lacking(command) as (mute, (schedule_server, _)):
+            beat = mute.scheduler()
+            monkeypatch.setattr(Lease, "acquire", Mock(side_effect=unnamed))
+            beat.server_time.is_known = True
+            beat.tick()
+
+        assert logged("trouble")[-1]["reason"] == f"{schedule_server}: {grant(command)}"
+
+
+@pytest.mark.parametrize("command", ["zadd", "hset"])
+def test_a_claim_that_lacks_a_right_claims_nothing(bench, lacking, redis, command):
+    with lacking("flushall") as (mute, _):
+        beat = mute.scheduler()
+        beat.tick()
+        bench.put("a")
+        redis.acl_setuser("mute", enabled=True, nopass=True, keys=["*"], commands=[f"-{command}"])
+        beat.tick()
+        beat.tick()
+
+    assert redis.hget("redbeat:a", "pending") is None
+    assert redis.zscore("redbeat::schedule", "redbeat:a") is not None
+    assert bench.messages == []
+
+
+def test_a_standby_logs_that_another_program_has_spoilt_the_lock(bench, logged):
+    beat = bench.scheduler()
+    beat.tick()
+    bench.redis.set("redbeat::lock", "x")
+    beat.lease.renew()
+    for _ in range(2):
+        beat._check_leader_at = 0.0  # as five seconds later
+        beat.tick()
+
+    (told,) = logged("leaderless")
+    assert told["reason"].startswith("no beat can lead because of the key redbeat::lock: it has no end")
+    assert "celery singlebeat resign removes it" in told["reason"]
+    assert logged("stands_by") == []
+    bench.redis.set("redbeat::lock", "x", px=60_000)
+    beat._check_leader_at = 0.0
+    beat.tick()
+    assert [each["leader"] for each in logged("stands_by")] == ["another beat"]
+
+
+@pytest.mark.parametrize("refusing", [full, replica])
+def test_a_due_run_names_at_once_the_server_that_refuses(cli, own_server, bench_on, refusing):
+    bench = bench_on(own_server)
+    bench.tick()
+    bench.put()
+    own_server.client().zadd("redbeat::schedule", {"redbeat:e": time.time() - 1})
+    with refusing(own_server):
+        explained, status = cli("explain", "e", app=bench.app).output, cli("status", app=bench.app).output
+
+    assert explained.startswith("Nothing is sent because of the schedule's server: it refuses to write")
+    assert "standbys    0, and none can note itself while the server refuses writes" in status
+
+
+def test_an_entry_of_beat_schedule_that_beat_could_not_store_is_explained(cli, bench, lacking, findings):
+    with lacking("zadd") as (mute, _):
+        for each in (mute, bench):
+            each.app.conf.beat_schedule = {"new": {"task": "t", "schedule": 60}}
+        unled = cli("explain", "new", app=bench.app, code=1).output
+        beat = Scheduler(mute.app)
+        beat.tick()
+        explained = cli("explain", "new", app=bench.app, code=1).output
+        ((_, text),) = findings("entry new", app=bench.app)
+        beat.close()
+
+    why = "event=not_added; event=trouble if the schedule's server refuses a command to beat's user"
+    stored = "It is in beat_schedule, which a beat stores when it begins to lead: "
+    assert f"{stored}no beat leads" in unled
+    assert f"{stored}the log of beat says why it could not ({why})" in explained
+    assert f"does not run: the log of beat says why it could not be stored ({why})" in text
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_trouble_with_the_broker_is_not_logged_as_of_redis(bench, logged, caplog, monkeypatch, is_away):
+    beat = bench.scheduler()
+    away = UnreachableBrokerError("the broker amqp://b is not reached: Name or service not known")
+    with monkeypatch.context() as patch:
+        patch.setattr(beat.lease, "acquire", Mock(side_effect=away))
+        beat.tick()
+    if is_away:  # by now a message could not be sent
+        beat.dispatcher.failures.note(away)
+    beat.tick()
+
+    (told,) = logged("trouble")
+    assert told["reason"] == str(away)
+    assert "Trouble with the broker: trying again" in caplog.text
+    assert "Redis" not in caplog.text
+    assert len(logged("recovered")) == (not is_away)

@@ -372,6 +372,13 @@ def test_without_its_name_no_master_is_asked_for():
         schedule_client(app_with(broker_url=CELERYS_SENTINELS))
 
     assert "pa%2Fss" not in str(caught.value)
+    for setting, url, make in (
+        ("broker_transport_options", "broker_url", schedule_client),
+        ("redbeat_redis_options", "redbeat_redis_url", schedule_client),
+        ("singleton_backend_kwargs", "singleton_backend_url", lambda app: backend_of(app).redis),
+    ):
+        with pytest.raises(ConfigError, match=f"{url}: .* master_name is missing in {setting}: set it to the master"):
+            make(app_with(**{"broker_url": "memory://", url: CELERYS_SENTINELS}))
     redbeats = app_with(redbeat_redis_url="redis-sentinel://h:26379/0")
     assert schedule_client(redbeats).connection_pool.service_name == "master", "RedBeat's name for it"
 

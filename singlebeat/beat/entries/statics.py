@@ -99,6 +99,11 @@ class Statics:
         self.owner = owner_of(app)
         self._author = Author.of(app, by="beat_schedule")
 
+    @property
+    def given(self) -> Collection[str]:
+        """The names of the entries in the ``beat_schedule`` of this app that come from the code."""
+        return _given(self.app).keys()
+
     def keep(self, configured: Collection[str], stored: Collection[str]) -> None:
         """Remember which entries were stored from ``beat_schedule``, and park those that have left it.
 

@@ -140,6 +140,7 @@ class Lease:
         self._known = 0  #: number of the last known term, of this beat or another
         #: Number of a term that the server has forgotten, as the last look at the leader has shown; 0 if none is known.
         self.forgotten = 0
+        self.spoilt = ""  #: why no beat can lead, as the last look at the leader has shown; empty if one can
         self._standby, self._since = "", ""
         self._trusted_until = 0.0
         self._held_at, self._held_until = 0.0, math.inf  #: the last campaign that met a lock, and when that lock ends
@@ -229,6 +230,11 @@ class Lease:
             *_, signs = pipe.execute()
         others = frozenset(self._sharing(signs)) - {identity()}
         if others != self.share.others:
+            for beat in sorted({*self.share.others} - others):
+                text = "beat: %(beat)s shares the work no more: it has ended, hangs, or does not reach the server"
+                log.warning(text, event="share_left", beat=beat)
+            for beat in sorted(others - {*self.share.others}):
+                log.info("beat: %(beat)s shares the work", event="share_joined", beat=beat)
             self.share = Share(identity(), others)
         self._share_at = self._clock() + SHARE_EVERY
 
@@ -321,11 +327,13 @@ class Lease:
         """Return the record of the leader (host, pid, since, term), empty if none leads."""
         client = self._client or self._connect()
         record: Mapping[str, str] = client.hgetall(self.keys.leader)
-        self.forgotten = 0
+        self.forgotten, self.spoilt = 0, why_leaderless(client, self.keys)
         if (number := record.get("term", "")).isdecimal():
             known, self._known = self._known, int(number)
             self.forgotten = known if self._known < known else 0
-        return record
+        # Another program has written into the lock: the record is of a beat that leads no more.
+        is_over = self.keys.lock is not None and "token" in record and client.get(self.keys.lock) != record["token"]
+        return {} if is_over else record
 
     def _keep_renewing(self) -> None:
         pause = self.ttl / RENEWALS_PER_LEASE

@@ -29,8 +29,8 @@
 --                   many entries have changed
 --          pending  the last occurrence is not confirmed yet; it is put back into pending if it was missing there
 --          (only claimed writes anything else for the entry)
---          An error if the server refuses HDEL, without which confirm would fail, and a run be sent again and again; then
---          nothing was written
+--          An error if the server refuses HDEL, without which confirm would fail, and a run be sent again and again, or
+--          ZADD; then nothing was written
 
 local lock, schedule, pending, token, retry_at = KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2]
 local leads = ARGV[5] == "1"
@@ -53,9 +53,11 @@ local function are_pauses_as_found()
 end
 
 if #KEYS > 4 then
-  local tried = redis.pcall("HDEL", KEYS[5], "")  -- a field that no entry has
-  if type(tried) == "table" and not string.find(tried.err, "WRONGTYPE", 1, true) then
-    return tried
+  -- A field, and a place, that no entry has.
+  for _, tried in ipairs({redis.pcall("HDEL", KEYS[5], ""), redis.pcall("ZADD", pending, "XX", 0, "")}) do
+    if type(tried) == "table" and not string.find(tried.err, "WRONGTYPE", 1, true) then
+      return tried
+    end
   end
 end
 

@@ -100,7 +100,7 @@ SCHEDULE = Needs(
 )
 
 #: The commands of ``SCHEDULE`` without the calls that only tools make.
-TICKS = Needs(SCHEDULE.commands, {name: _CALLS[name] for name in ("eval", "evalsha")}, SCHEDULE.purpose)
+TICKS = Needs(SCHEDULE.commands, {name: _CALLS[name] for name in ("time", "eval", "evalsha")}, SCHEDULE.purpose)
 
 #: The commands that end an occurrence's being pending: without one of them it would be sent again and again.
 CONFIRM = Needs(

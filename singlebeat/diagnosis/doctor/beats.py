@@ -71,13 +71,13 @@ def _leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
     """Check that a beat leads, that it sends entries in time, and that a standby is there."""
     state, refused = schedule.state, schedule.refused
     if state.works and refuses_writes(refused):
-        led = "beats share the work" if state.is_shared else f"{who(state)}, leads"
+        led = f"{who(state)}, leads" if state.leader or state.redbeat_leads else "beats share the work"
         text = f"{led} at this moment, and cannot send while the schedule's server refuses writes"
         yield Finding("problem", "beat", text)
     elif not state.works and refused:
         yield Finding("problem", "beat", f"{state.problem()}. The schedule's server may be why: {refused}")
-    elif not state.works and state.why_leaderless:
-        yield Finding("problem", "beat", state.why_leaderless)
+    elif wrong := (not state.works and state.why_leaderless) or state.unlike:
+        yield Finding("problem", "beat", wrong)
     elif not state.works and state.is_unused and not app.conf.beat_schedule:
         yield Finding("fine", "beat", "no beat was ever started, and no entry needs one")
     elif not state.works:
@@ -94,7 +94,10 @@ def _leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
         )
         yield Finding("warning", "beat", text)
     elif not state.standbys:
-        text = "there is no standby: when the leader is lost, nothing is sent until it is back; start a second beat"
+        text = (
+            "no standby is noted: when the leader is lost without one, nothing is sent until it is back; start a "
+            "second beat. If one runs, it cannot note itself: its log and its /readyz say why"
+        )
         yield Finding("warning", "beat", text)
     if state.redbeat_silent:
         yield Finding("problem", "beat", state.redbeat_silent)
@@ -178,7 +181,10 @@ def _removed(app: Celery, statics: Statics, state: ScheduleStatus) -> Iterator[F
         if why := why_gone(entries, name).rstrip("."):
             why += ". Or let the next term install it: celery singlebeat resign"
         else:
-            why = ": the log of beat says why it could not be stored (not_added). Beat tries it again every minute"
+            why = (
+                ": the log of beat says why it could not be stored (event=not_added; event=trouble if the schedule's "
+                "server refuses a command to beat's user). Beat tries it again"
+            )
         text = f"it is in beat_schedule, and is not stored, so it does not run{why}"
         yield Finding("problem", f"entry {name}", text)
     if len(names) > MOST_NAMED:
