@@ -92,7 +92,8 @@ class Workers:
         known, active, queues, stats = answers
         # Every worker has Celery's own tasks, but does not list them.
         builtins = {name for name in app.tasks if name.startswith("celery.")}
-        known_tasks = {worker: frozenset(tasks) | builtins for worker, tasks in known.items()}
+        # A task with a rate limit or a routing key is listed as "name [rate_limit=1/m]".
+        known_tasks = {worker: frozenset(map(_name, tasks)) | builtins for worker, tasks in known.items()}
         return cls(
             {run["id"]: worker for worker, runs in active.items() for run in runs},
             known_tasks,
@@ -220,6 +221,10 @@ def _asking(app: Celery) -> Callable[[str], _Answers]:
         return {worker: answer for reply in replies for worker, answer in reply.items()}
 
     return ask
+
+
+def _name(listed_task: str) -> str:
+    return listed_task.partition(" [")[0]
 
 
 def _slots(stats: Mapping[str, Any]) -> int | None:
