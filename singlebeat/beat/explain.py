@@ -18,7 +18,7 @@ from .delivery import PREFETCH, listed
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
 from .silence import NOT_RECORDED, expiry_of
-from .status import NO_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, SEE_LOG
+from .status import APART, NO_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, SEE_LOG
 from .store.probe import refuses_writes
 
 if TYPE_CHECKING:
@@ -175,8 +175,7 @@ def _leadership(facts: Facts) -> Iterator[str]:
     if facts.other_apps:
         yield (
             f"It is an entry of app {listed(facts.other_apps)}, not of {facts.state.app}. Leave it and its queue to "
-            "that app: workers of this app drop its messages. Give each app a prefix of its own (redbeat_key_prefix; "
-            "and singleton_key_prefix, if they share the server of the locks)."
+            f"that app: workers of this app drop its messages. {_sentence(APART)}."
         )
     if facts.state.sent_elsewhere:
         yield f"{_sentence(facts.state.sent_elsewhere)}."
@@ -337,7 +336,8 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
     elif facts.stored_end is not None:
         ended = facts.stored_end
         when = f" at {_moment(ended.at)}" if ended.at is not None else ""
-        yield f"Its end is not in the history, but in the result backend: it ended{when} with {ended.status}."
+        why = f": {ended.error}" if ended.error else ""
+        yield f"Its end is not in the history, but in the result backend: it ended{when} with {ended.status}{why}."
     elif record.is_sent_otherwise:
         yield "So workers record no end of it: its message has another id, or lacks the headers of beat."
     elif record.decision == "buffered":
@@ -533,8 +533,8 @@ def _delivery(facts: Facts, delivery: Delivery, entry: Entry) -> Iterator[str]:
         to_do = "" if facts.other_apps else f" To correct it: {hint}."
         yield f"{_sentence(delivery.unread)}: messages wait there.{to_do}"
     elif wrong := delivery.without(entry.task):
-        yield f"{_sentence(wrong)}. Let one worker have both."
-    elif delivery.full and _may_wait(facts) and not _full_holder(facts):
+        yield f"{_sentence(wrong)}."
+    if delivery.full and _may_wait(facts) and not _full_holder(facts):
         yield f"{_sentence(delivery.full)}: a message there waits until one of them has ended."
 
 

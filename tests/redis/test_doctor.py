@@ -383,6 +383,29 @@ def test_doctor_names_all_entries_whose_locks_a_plain_worker_leaves(findings, be
     assert "That concerns the entries whose queues it reads: once, plain." in text
 
 
+def test_a_reader_that_drops_the_messages_of_an_entry_is_named(findings, cli, bench, monkeypatch):
+    """Other workers know the task: the runs that they get end well, and may be the last ones of the entry."""
+    bench.put(task=SINGLE)
+    bench.put("mailed", task=SINGLE, options={"queue": "mail"})
+    bench.tick()
+    read = {"w1": "celery", "other@h": "celery", "w2": "mail", "elsewhere": "else"}
+    readers = {
+        name: Reader(frozenset({queue}), frozenset({SINGLE} if name in {"w1", "w2"} else {"other.job"}), 1, ())
+        for name, queue in read.items()
+    }
+    monkeypatch.setattr(Workers, "ask", lambda _: answering(**readers))
+
+    ((level, text),) = findings("entry e")
+
+    measured(text)
+    assert level == "problem"
+    says = f"orker other@h reads queue celery and does not know the task {SINGLE}: it drops its share"
+    assert text.startswith(f"w{says}")
+    assert "give each app queues of its own (task_default_queue). Else deploy the task there, too" in text
+    assert f"\nW{says}" in cli("explain", "e").output
+    assert findings("entry mailed") == []
+
+
 @pytest.mark.parametrize("check", ["warn", "ignore"])
 def test_no_advice_about_the_queue_of_another_app_loses_messages(findings, cli, server, bench_on, monkeypatch, check):
     """A worker of this app drops the messages of another app, and a purge deletes them."""

@@ -16,6 +16,7 @@ from singlebeat.beat.entries.occurrence import Occurrence
 from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.explain import Facts, HeldLock, explain
 from singlebeat.beat.lost_messages import Found, Waiting
+from singlebeat.beat.result_backend import StoredEnd
 from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.history import End, Record
 from singlebeat.locks.base import Ref
@@ -172,6 +173,23 @@ def test_a_run_whose_lock_is_gone_while_later_ones_ran_is_over():
     assert "it waits in its queue, or its worker has died" in said(record(NOON), at=NOON)
     beside = Entry("e", "t", schedule(3600), app=app, last_run_at=NOON, overlap="allow_all")
     assert "it waits in its queue, or its worker has died" in said(later, record(NOON), at=NOON, entry=beside)
+
+
+def test_an_end_in_the_result_backend_is_said_with_its_error():
+    stored = StoredEnd("FAILURE", NOON, "NotRegistered, a worker that does not know the task has dropped its message")
+
+    text = said(record(NOON), stored_end=stored)
+
+    assert "it ended at 2026-12-01 12:00:00Z with FAILURE: NotRegistered, a worker that does not know the task" in text
+    assert "with SUCCESS." in said(record(NOON), stored_end=StoredEnd("SUCCESS", None))
+
+
+def test_one_of_the_readers_of_a_queue_that_lacks_a_task_is_named():
+    readers = {name: Reader(frozenset({"celery"}), frozenset({task}), 1, []) for name, task in (("a", "t"), ("b", "u"))}
+
+    assert "\nWorker b reads queue celery and does not know the task t: it drops its share" in said(
+        record(NOON), delivery=Delivery.of("celery", readers)
+    )
 
 
 def test_a_run_that_waits_is_said_to_have_expired():

@@ -107,8 +107,7 @@ def _queues(app: Celery, schedule: Read, workers: Workers) -> Iterator[Finding]:
             yield Finding("warning" if silent else "problem", f"queue {queue}", text)
         for entry in senders:
             if wrong := delivery.without(entry.task):
-                text = f"{wrong}. Let one worker read the queue and know the task"
-                yield Finding("problem", f"entry {entry.name}", text)
+                yield Finding("problem", f"entry {entry.name}", wrong)
         if (since := delivery.full_since) is not None and (now - since).total_seconds() > BUSY_FOR:
             advice = (
                 "Start more workers, or make these tasks shorter. Messages that a busy worker has already received "
