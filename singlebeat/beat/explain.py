@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
@@ -63,6 +63,26 @@ class HeldLock:
         """Seconds until it seems abandoned if its worker has died; 0 if it does now, or if its end is unknown."""
         return max(0.0, math.ceil((self.left or 0.0) - self.lease * RENEWED))
 
+    def left_by(self, answering: Collection[str], unheard: Collection[str]) -> str:
+        """Return why it is held though its task does not run, as a sentence without its full stop.
+
+        Args:
+            answering: the workers that have answered all questions, and do not run the task.
+            unheard: those of them that renew nothing at the locks' server, each with the time since they did.
+        """
+        if self.worker in answering:
+            return (
+                f"{self.worker} answers, so the run has ended there and its lock could not be freed (its log says why: "
+                "not_renewed), or that worker was started again since then"
+            )
+        if unheard and not self.worker:
+            return (
+                "its worker has died, or hangs, or the run has ended and its lock could not be freed: a worker answers "
+                f"that has renewed nothing at the locks' server for some time, {listed(unheard)}; its log says why "
+                "(not_renewed)"
+            )
+        return "its worker has probably died, or hangs"
+
     @property
     def fixed_time(self) -> str:
         """That it ends by time alone, and when, as a sentence without its full stop; for a timed lock."""
@@ -95,6 +115,8 @@ class Facts:
     running: Mapping[str, str] | None  #: task id -> worker, of all workers that answer; None if none could be asked
     known_tasks: frozenset[str] | None  #: of all workers that answer; None if none could be asked
     now: datetime
+    answering: Collection[str] = ()  #: the workers that have answered all questions
+    unheard: Collection[str] = ()  #: those that renew nothing at the locks' server, each with the time
     is_possible: bool = True  #: whether an entry can have that name; its key may be one of the schedule itself
     gone: str = ""  #: that it is not stored, who has removed it, and how to bring it back; empty if it is stored
     unusable: str = ""  #: why beat cannot use it, even before beat has found that; empty if it is usable
@@ -456,15 +478,21 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
         left = f"in {lock.left:.0f} s" if lock.left is not None else "soon"
         yield (
             f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}, and no worker that answers "
-            f"runs it: its worker has probably died, or hangs. The lock ends by itself {left}. To free it now, first "
-            "make sure that its process is gone, because the run of a process that hangs would go on beside the next "
-            f"run: celery singlebeat unlock {shlex.quote(task_id)}"
+            f"runs it: {lock.left_by(facts.answering, facts.unheard)}. The lock ends by itself {left}. To free it now, "
+            "first make sure that its process is gone, because the run of a process that hangs would go on beside the "
+            f"next run: celery singlebeat unlock {shlex.quote(task_id)}"
         )
     elif lock.is_ahead and facts.running is not None:
         yield (
             f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}, and no worker that answers "
             f"runs it. If its worker has died, the lock ends by itself within {lock.lease:.0f} s of the next call that "
             "meets it."
+        )
+    elif lock.worker in facts.answering:
+        yield (
+            f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}. That worker answers, and did "
+            "not run it when it was asked: the run began or ended just then, or the worker was started again since "
+            f"the renewal. Ask again to know more. If it is over, the lock ends by itself within {lock.lease:.0f} s."
         )
     elif facts.running is not None:
         yield (

@@ -45,7 +45,8 @@ def locks_(app: Celery, as_json: bool) -> None:
     table(("TASK (ARGS)", "ENTRY", "HELD BY", "STATE", "SINCE", "LEFT"), cells, cut=(0,))
     for _, _, lock in rows:
         if lock.seems_abandoned:
-            text = f"task {lock.task_id}: last renewed {lock.last_renewed}: its worker has probably died, or hangs"
+            text = f"task {lock.task_id}: last renewed {lock.last_renewed}: its worker has died, or hangs, or "
+            text += "could not free it (celery singlebeat doctor asks the workers)"
             click.echo(marked(text, "warning"))
 
 

@@ -31,7 +31,16 @@ from ..locks import backend_of
 from ..run_results import RESULT_NOT_STORED
 from .leader import refusal
 from .locks import held_by, locks_of, waiting
-from .workers import Backlog, BrokerError, NoQuestionsError, Workers, ahead_of_server, delivery_of, refused_queues
+from .workers import (
+    Backlog,
+    BrokerError,
+    NoQuestionsError,
+    Workers,
+    ahead_of_server,
+    delivery_of,
+    refused_queues,
+    unheard,
+)
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -184,6 +193,8 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         running=running,
         known_tasks=frozenset().union(*workers.known_tasks.values()) if workers else None,
         now=datetime.fromtimestamp(state.now, UTC),
+        answering=workers.readers.keys() if workers else (),
+        unheard=unheard(app, workers) if workers and locks else (),
         delivery=_delivery(app, entry, workers) if state.is_led_by(owner_of(app)) else None,
         no_place=entries.no_place(name) if entry is not None else "",
         late_place=next((str(place) for _, place in late_places(app, [entry])), "") if entry is not None else "",

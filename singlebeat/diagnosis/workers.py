@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..beat.delivery import Busy, Delivery, Reader, queue_of
 from ..beat.entries.statics import Statics
 from ..beat.keys import Keys
-from ..beat.lost_messages import count_messages, living_workers
+from ..beat.lost_messages import count_messages, living_workers, unheard_workers
 from ..beat.server_time import ServerTime
 from ..beat.status import counted
 from ..beat.store.probe import broker_refusal
@@ -195,6 +195,14 @@ def silent_workers(app: Celery, workers: Workers) -> Sequence[str]:
     """Return the workers with singlebeat that seem to live, and have not answered."""
     with suppress(SinglebeatError):  # another part reports an error of the locks' server
         return sorted(living_workers(app, backend_of(app)) - workers.known_tasks.keys())
+    return ()
+
+
+def unheard(app: Celery, workers: Workers) -> Sequence[str]:
+    """Return the workers that answer and renew nothing at the locks' server, each with the time since they did."""
+    with suppress(SinglebeatError):  # another part reports an error of the locks' server
+        ages = unheard_workers(app, backend_of(app))
+        return [f"{worker} ({ages[worker]:.0f} s)" for worker in sorted(ages) if workers.versions.get(worker)]
     return ()
 
 

@@ -406,6 +406,33 @@ def test_a_reader_that_drops_the_messages_of_an_entry_is_named(findings, cli, be
     assert findings("entry mailed") == []
 
 
+def test_a_worker_that_answers_but_renews_nothing_is_named(findings, cli, bench, monkeypatch):
+    """Its user lacks a command on the locks' server, or its password is wrong: it lives, and could not free a lock."""
+    backend, lease = backend_of(bench.app), {"lease": 30, "remember_for": 60, "task": "t", "arguments": ""}
+    for name in ("w1@vm", "w2@vm"):
+        backend.announce(worker_name(bench.app, name), ttl=60)
+    bench.redis.zincrby("singlebeat:workers", -20, worker_name(bench.app, "w1@vm"))
+    for task_id, worker in (("known", "w1@vm"), ("unknown", "")):
+        backend.begin(Ref(f"SINGLETONLOCK_{task_id}", task_id, 0, "n"), **lease)
+        then = int(time.time() * 1000) - 25_000
+        renewed = {"renewed": then, "worker": worker} if worker else {}
+        bench.redis.hset(f"SINGLETONLOCK_{task_id}", mapping={"since": then, **renewed})
+        bench.redis.pexpire(f"SINGLETONLOCK_{task_id}", 5_000)
+    reader = Reader(frozenset({"celery"}), frozenset({SINGLE}), 1, ())
+    monkeypatch.setattr(Workers, "ask", lambda _: answering(**{"w1@vm": reader, "w2@vm": reader}))
+
+    (unheard,) = [found for found in findings("workers", app=bench.app) if "renewed nothing" in found[1]]
+    left = [text for level, text in findings("locks", app=bench.app) if level == "warning"]
+
+    measured("\n".join([unheard[1], *left]))
+    assert unheard[0] == "problem"
+    assert re.match(r"w1@vm \(2\d s\): each answers, and has renewed nothing at the locks' server", unheard[1])
+    known, unknown = sorted(left)
+    assert "w1@vm answers, so the run has ended there" in known
+    assert re.search(r"renewed nothing at the locks' server for some time, w1@vm \(2\d s\)", unknown)
+    assert "probably died" not in known + unknown
+
+
 @pytest.mark.parametrize("check", ["warn", "ignore"])
 def test_no_advice_about_the_queue_of_another_app_loses_messages(findings, cli, server, bench_on, monkeypatch, check):
     """A worker of this app drops the messages of another app, and a purge deletes them."""

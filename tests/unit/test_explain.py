@@ -135,6 +135,25 @@ def test_a_worker_that_did_not_answer_once_is_not_said_to_be_gone():
     assert "Ask again to know more. If it has died, the lock ends by itself within 30 s." in text
 
 
+def test_a_worker_that_answers_and_runs_nothing_is_not_said_to_be_dead():
+    """It could not free the lock, or was started again under its name."""
+    skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
+    known, unknown = (HeldLock("k", "x", "running", 5.0, 30.0, worker=worker) for worker in ("w1@h", ""))
+    renewed = HeldLock("k", "x", "running", 29.0, 30.0, worker="w1@h")
+
+    text = said(skip, locks={"x": known}, answering={"w1@h"})
+    assert "runs it: w1@h answers, so the run has ended there and its lock could not be freed (its log says " in text
+    assert "The lock ends by itself in 5 s" in text
+    assert "probably died" not in text
+    text = said(skip, locks={"x": unknown}, answering={"w1@h"}, unheard=["w1@h (14 s)"])
+    assert "a worker answers that has renewed nothing at the locks' server for some time, w1@h (14 s)" in text
+    assert "probably died" not in text
+    assert "probably died" in said(skip, locks={"x": known}, answering={"w2@h"}, unheard=["w2@h (14 s)"])
+    text = said(skip, locks={"x": renewed}, answering={"w1@h"})
+    assert "That worker answers, and did not run it when it was asked: the run began or ended just then, or" in text
+    assert "did not answer in time" not in text
+
+
 def test_a_lock_left_by_a_run_that_ended_names_no_dead_worker():
     end = End("success", "", "", 12.0, "w1", NOON)
     skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
