@@ -45,6 +45,7 @@ class Reader:
     tasks: frozenset[str]  #: the tasks that it knows
     slots: int | None  #: how many tasks it can run at once; None: unknown
     busy: Sequence[Busy]
+    up_s: float | None = None  #: seconds since it was started, rounded; None: unknown
 
 
 @dataclass(frozen=True, slots=True)

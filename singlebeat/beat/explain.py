@@ -358,8 +358,7 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
     elif facts.stored_end is not None:
         ended = facts.stored_end
         when = f" at {_moment(ended.at)}" if ended.at is not None else ""
-        why = f": {ended.error}" if ended.error else ""
-        yield f"Its end is not in the history, but in the result backend: it ended{when} with {ended.status}{why}."
+        yield f"Its end is not in the history, but in the result backend: it ended{when} with {ended.how}."
     elif record.is_sent_otherwise:
         yield "So workers record no end of it: its message has another id, or lacks the headers of beat."
     elif record.decision == "buffered":

@@ -38,6 +38,11 @@ class StoredEnd(NamedTuple):
     at: datetime | None  #: in UTC; None if unknown
     error: str = ""  #: why it failed, as far as it is known
 
+    @property
+    def how(self) -> str:
+        """The status and the error, in words."""
+        return f"{self.status}: {self.error}" if self.error else self.status
+
 
 def result_place(app: Celery) -> str:
     """Return the name of the result backend in messages."""

@@ -35,6 +35,7 @@ from .workers import (
     Backlog,
     BrokerError,
     NoQuestionsError,
+    Survival,
     Workers,
     ahead_of_server,
     delivery_of,
@@ -254,7 +255,8 @@ def _silence(app: Celery, entry: Entry, records: Sequence[Record], workers: Work
     ((_, own),) = History(app).own([entry.name])
     is_open = bool(records) and records[0].end is None  # it may be the last of several runs without an end
     recent = Schedule(app).history(entry.name, EXPLAINED) if is_open else ()
-    return silence(entry, own, recent, recorded=_record_ends(workers), backlog=Backlog(app, workers).of)
+    backlog, survived = Backlog(app, workers).of, Survival(app, workers).of
+    return silence(entry, own, recent, recorded=_record_ends(workers), backlog=backlog, survived=survived)
 
 
 def _may_have_result(record: Record) -> bool:

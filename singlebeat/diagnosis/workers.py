@@ -15,6 +15,7 @@ from ..beat.delivery import Busy, Delivery, Reader, queue_of
 from ..beat.entries.statics import Statics
 from ..beat.keys import Keys
 from ..beat.lost_messages import count_messages, living_workers, unheard_workers
+from ..beat.result_backend import ResultBackendError, read_end
 from ..beat.server_time import ServerTime
 from ..beat.status import counted
 from ..beat.store.probe import broker_refusal
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from ..beat.entries.entry import Entry
+    from ..beat.result_backend import StoredEnd
+    from ..beat.store.history import Record
 
 #: The answers to a question, by worker.
 _Answers = Mapping[str, Any]
@@ -104,6 +107,7 @@ class Workers:
                     known_tasks[worker],
                     _slots(stats[worker]),
                     [Busy(run["name"], run["id"], _started(run)) for run in active[worker]],
+                    stats[worker].get("uptime"),
                 )
                 for worker in sorted(known.keys() & active.keys() & queues.keys() & stats.keys())
             },
@@ -178,6 +182,48 @@ class Backlog:
         if not delivery.readers:
             return f"queue {queue}, which no worker that answers reads"
         return f"queue {queue}, or at its workers: {delivery.full}" if delivery.full else ""
+
+
+class Survival:
+    """What shows that runs did not kill their workers.
+
+    Args:
+        workers: the answers of the workers; None if they could not be asked.
+    """
+
+    def __init__(self, app: Celery, workers: Workers | None) -> None:
+        self._app, self._workers, self._results_answer = app, workers, True
+
+    def of(self, entry: Entry, runs: Sequence[Record]) -> tuple[str, str]:
+        """Return what shows that a run has ended, and what shows that the workers live, in words; empty if nothing.
+
+        Args:
+            runs: of the entry, the last one first.
+        """
+        end = self._stored_end(runs[0].task_id)
+        ended = f"the result backend has the end of task {runs[0].task_id}, {end.how}" if end else ""
+        return ended, self._lives(entry, runs[-1].at.timestamp())
+
+    def _lives(self, entry: Entry, since: float) -> str:
+        queue = queue_of(self._app, entry)
+        if queue is None or self._workers is None:
+            return ""
+        readers = Delivery.of(queue, self._workers.readers).readers
+        with suppress(RedisError):  # another part reports it
+            asked_at = ahead_of_server(self._app) + self._workers.asked[1]
+            # A worker rounds the time to a second.
+            started = [asked_at - reader.up_s + 1 for reader in readers.values() if reader.up_s is not None]
+            if readers and len(started) == len(readers) and max(started) < since:
+                return f"each worker that answers and reads queue {queue} was started before these runs"
+        return ""
+
+    def _stored_end(self, task_id: str) -> StoredEnd | None:
+        if self._results_answer:
+            try:
+                return read_end(self._app, task_id, timeout=Config.of(self._app).singlebeat_socket_timeout)
+            except ResultBackendError:  # another part reports it
+                self._results_answer = False
+        return None
 
 
 def ahead_of_server(app: Celery) -> float:

@@ -330,6 +330,29 @@ def test_runs_that_wait_or_expire_have_killed_no_worker(findings, cli, bench, mo
     assert why in str(findings("entry e"))
 
 
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_runs_whose_ends_are_not_recorded_kill_no_worker(findings, cli, bench, monkeypatch, is_stored):
+    """The user of the worker lacks a command on the schedule's server."""
+    entry = bench.put()
+    for _ in range(5):
+        bench.make_due()
+        bench.tick()
+    bench.redis.delete("celery")
+    if is_stored:
+        bench.app.backend.mark_as_done([each["id"] for each in bench.history][-2], None)
+    reader = Reader(frozenset({"celery"}), frozenset({entry.task}), 1, (), None if is_stored else 3600)
+    monkeypatch.setattr(
+        Workers, "ask", lambda _: replace(answering(w1=reader), asked=(time.monotonic(), time.monotonic()))
+    )
+    backend_of(bench.app).announce("w1@vm", ttl=60)
+
+    told = [cli("explain", "e").output, str(findings("entry e"))]
+
+    shown = "the result backend has the end of task" if is_stored else "each worker that answers and reads queue celery"
+    assert all(shown in text and "ends_not_recorded" in text for text in told), told
+    assert "killed" not in "".join(told)
+
+
 def test_a_lock_whose_message_no_worker_reads_names_its_queue(findings, cli, bench, monkeypatch):
     backend_of(bench.app).announce("w1@vm", ttl=60)
     bench.put(task=SINGLE, options={"queue": "billing"})
