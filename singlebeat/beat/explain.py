@@ -6,10 +6,11 @@ import difflib
 import math
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
+from ..locks.redis import RETIRED
 from ..overlap import Overlap
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, RESULT_NOT_STORED
 from .calendar.clocked import comes_once
@@ -63,25 +64,22 @@ class HeldLock:
         """Seconds until it seems abandoned if its worker has died; 0 if it does now, or if its end is unknown."""
         return max(0.0, math.ceil((self.left or 0.0) - self.lease * RENEWED))
 
-    def left_by(self, answering: Collection[str], unheard: Collection[str]) -> str:
+    def left_by(self, answering: Collection[str], last_seen: Mapping[str, float]) -> str:
         """Return why it is held though its task does not run, as a sentence without its full stop.
 
         Args:
             answering: the workers that have answered all questions, and do not run the task.
-            unheard: those of them that renew nothing at the locks' server, each with the time since they did.
+            last_seen: the workers that the locks' server has seen, with the seconds since then.
         """
-        if self.worker in answering:
-            return (
-                f"{self.worker} answers, so the run has ended there and its lock could not be freed (its log says why: "
-                "not_renewed), or that worker was started again since then"
-            )
-        if unheard and not self.worker:
-            return (
-                "its worker has died, or hangs, or the run has ended and its lock could not be freed: a worker answers "
-                f"that has renewed nothing at the locks' server for some time, {listed(unheard)}; its log says why "
-                "(not_renewed)"
-            )
-        return "its worker has probably died, or hangs"
+        since = (self.renewed or 0.0) + self.lease  # its worker was seen less than a lease before the run began
+        owners = [self.worker] if self.worker else sorted(w for w, age in last_seen.items() if age % RETIRED < since)
+        if not owners or not set(owners) <= set(answering):
+            return "its worker has probably died, or hangs"
+        who = f"{owners[0]} answers" if len(owners) == 1 else f"its worker is one of {listed(owners)}, which answer"
+        return (
+            f"{who}, so the run has ended there and its lock could not be freed (the log of the worker says why: "
+            "lock_kept, not_renewed), or the worker was started again since then"
+        )
 
     @property
     def fixed_time(self) -> str:
@@ -116,7 +114,7 @@ class Facts:
     known_tasks: frozenset[str] | None  #: of all workers that answer; None if none could be asked
     now: datetime
     answering: Collection[str] = ()  #: the workers that have answered all questions
-    unheard: Collection[str] = ()  #: those that renew nothing at the locks' server, each with the time
+    last_seen: Mapping[str, float] = field(default_factory=dict)  #: worker -> seconds since the locks' server saw it
     is_possible: bool = True  #: whether an entry can have that name; its key may be one of the schedule itself
     gone: str = ""  #: that it is not stored, who has removed it, and how to bring it back; empty if it is stored
     unusable: str = ""  #: why beat cannot use it, even before beat has found that; empty if it is usable
@@ -477,9 +475,9 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
         left = f"in {lock.left:.0f} s" if lock.left is not None else "soon"
         yield (
             f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}, and no worker that answers "
-            f"runs it: {lock.left_by(facts.answering, facts.unheard)}. The lock ends by itself {left}. To free it now, "
-            "first make sure that its process is gone, because the run of a process that hangs would go on beside the "
-            f"next run: celery singlebeat unlock {shlex.quote(task_id)}"
+            f"runs it: {lock.left_by(facts.answering, facts.last_seen)}. The lock ends by itself {left}. To free it "
+            "now, first make sure that its process is gone, because the run of a process that hangs would go on beside "
+            f"the next run: celery singlebeat unlock {shlex.quote(task_id)}"
         )
     elif lock.is_ahead and facts.running is not None:
         yield (

@@ -25,7 +25,6 @@ from ..locks import backend_of, new_backend
 from ..locks.acquire import UNSENT_TTL
 from ..locks.base import LONGEST_WAIT, RUN_HEADER, BaseBackend, Ref, read_generation
 from ..locks.key import behind_key, is_turn_key, suspects_key
-from ..locks.redis import RETIRED
 from ..log import Log
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, record_end_of_message
 from .delivery import Delivery, Reader
@@ -75,9 +74,6 @@ ASKED_AGAIN = 2 * LONGEST_WAIT
 
 #: Seconds from which a time in the future means that the server's clock was set back; less is an inaccuracy.
 AHEAD_FROM = 1.0
-
-#: The fraction of the lease for which a worker that reaches the locks' server may renew nothing.
-UNHEARD = 0.4
 
 #: The words for the time of a lock that was queued or renewed in the future.
 BEFORE_SET_BACK = "before the clock of the locks' server was set back"
@@ -324,18 +320,6 @@ def living_workers(app: Celery, backend: BaseBackend) -> set[str]:
         LockBackendError: the locks' server does not answer.
     """
     return _living(_announced(app, backend), Config.of(app))
-
-
-def unheard_workers(app: Celery, backend: BaseBackend) -> Mapping[str, float]:
-    """Return the workers with singlebeat that have renewed nothing at the locks' server in time, with the seconds.
-
-    A worker that ends is announced as if that were half a day ago.
-
-    Raises:
-        LockBackendError: the locks' server does not answer.
-    """
-    least = Config.of(app).singlebeat_lock_lease * UNHEARD
-    return {worker: age for worker, age in _announced(app, backend).items() if least < age < RETIRED}
 
 
 def _living(announced: Mapping[str, float], config: Config) -> set[str]:

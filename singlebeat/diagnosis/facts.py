@@ -39,8 +39,8 @@ from .workers import (
     Workers,
     ahead_of_server,
     delivery_of,
+    last_seen,
     refused_queues,
-    unheard,
 )
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         known_tasks=frozenset().union(*workers.known_tasks.values()) if workers else None,
         now=datetime.fromtimestamp(state.now, UTC),
         answering=workers.readers.keys() if workers else (),
-        unheard=unheard(app, workers) if workers and locks else (),
+        last_seen=last_seen(app) if workers and locks else {},
         delivery=_delivery(app, entry, workers) if state.is_led_by(owner_of(app)) else None,
         no_place=entries.no_place(name) if entry is not None else "",
         late_place=next((str(place) for _, place in late_places(app, [entry])), "") if entry is not None else "",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..beat.delivery import Busy, Delivery, Reader, queue_of
 from ..beat.entries.statics import Statics
 from ..beat.keys import Keys
-from ..beat.lost_messages import count_messages, living_workers, unheard_workers
+from ..beat.lost_messages import count_messages, living_workers
 from ..beat.result_backend import ResultBackendError, read_end
 from ..beat.server_time import ServerTime
 from ..beat.status import counted
@@ -24,6 +24,7 @@ from ..config import Config
 from ..connections import RedisError, broker_place, schedule_client, what_it_does
 from ..errors import SinglebeatError
 from ..locks import backend_of
+from ..locks.redis import RETIRED
 from ..log import without_passwords
 from ..server_errors import advice, is_denied
 
@@ -42,6 +43,9 @@ TIMEOUT = 1.0
 
 #: The questions to all workers. ``active_queues`` and ``stats`` give the queues and the slots of each worker.
 QUESTIONS = ("registered", "active", "active_queues", "stats")
+
+#: The fraction of the lease for which a worker that reaches the locks' server may renew nothing.
+UNHEARD = 0.4
 
 #: Maximum number of queues that are checked for rights.
 MOST_QUEUES = 20
@@ -244,12 +248,21 @@ def silent_workers(app: Celery, workers: Workers) -> Sequence[str]:
     return ()
 
 
+def last_seen(app: Celery) -> Mapping[str, float]:
+    """Return the workers with singlebeat that the locks' server saw in the last day, with the seconds since then.
+
+    To those of a worker that has ended, ``RETIRED`` is added.
+    """
+    with suppress(SinglebeatError):  # another part reports an error of the locks' server
+        return {each.partition(" ")[0]: age for each, age in backend_of(app).workers().items()}
+    return {}
+
+
 def unheard(app: Celery, workers: Workers) -> Sequence[str]:
     """Return the workers that answer and renew nothing at the locks' server, each with the time since they did."""
-    with suppress(SinglebeatError):  # another part reports an error of the locks' server
-        ages = unheard_workers(app, backend_of(app))
-        return [f"{worker} ({ages[worker]:.0f} s)" for worker in sorted(ages) if workers.versions.get(worker)]
-    return ()
+    least = Config.of(app).singlebeat_lock_lease * UNHEARD
+    ages = {worker: age for worker, age in last_seen(app).items() if least < age < RETIRED}
+    return [f"{worker} ({ages[worker]:.0f} s)" for worker in sorted(ages) if workers.versions.get(worker)]
 
 
 def refused_queues(app: Celery, entries: Iterable[Entry]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from ...errors import SinglebeatError
 from ...locks import backend_of
 from ...run_results import MESSAGE_LOST, RAN_ELSEWHERE
 from ..locks import locks_of, old, waiting
-from ..workers import delivery_of, unheard
+from ..workers import delivery_of, last_seen
 from .finding import MOST_NAMED, Finding, Read
 
 if TYPE_CHECKING:
@@ -116,12 +116,12 @@ def _message_of_another_broker(app: Celery, rows: Iterable[Row]) -> str:
 
 def _silent_owners(app: Celery, workers: Workers, locks: Sequence[HeldLock]) -> Iterator[Finding]:
     """Check for runs whose workers have not renewed their locks and do not answer, or do not run them."""
-    away = unheard(app, workers) if locks else ()
+    seen = last_seen(app) if locks else {}
     for lock in islice((lock for lock in locks if lock.task_id not in workers.running), MOST_NAMED):
         ends = f" in {lock.left:.0f} s" if lock.left is not None else ""
         text = (
             f"the lock of task {lock.task_id} was last renewed {lock.last_renewed}, and no worker that answers runs "
-            f"the task: {lock.left_by(workers.readers, away)}. The lock ends by itself{ends}"
+            f"the task: {lock.left_by(workers.readers, seen)}. The lock ends by itself{ends}"
         )
         yield Finding("warning", "locks", text)
 
