@@ -494,6 +494,8 @@ def test_a_lost_message_of_a_deleted_entry_is_no_longer_awaited(findings, cli, s
     bench.tick()
     bench.schedule.delete("e")
     redis.delete("billing")
+    (lock,) = redis.scan_iter("SINGLETONLOCK_*", _type="HASH")
+    redis.hincrby(lock, "since", -1_000)  # it is late now
     reader = Reader(frozenset({"celery"}), frozenset({SINGLE}), 1, ())
     monkeypatch.setattr(Workers, "ask", lambda _: answering(w1=reader))
     monkeypatch.setattr("singlebeat.beat.lost_messages._Broker.ask", lambda *_, **__: {"w1": {}})
