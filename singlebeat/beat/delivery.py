@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from .destination import queue_of_call
+from .status import APART, QUEUES_APART
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -44,6 +45,7 @@ class Reader:
     tasks: frozenset[str]  #: the tasks that it knows
     slots: int | None  #: how many tasks it can run at once; None: unknown
     busy: Sequence[Busy]
+    up_s: float | None = None  #: seconds since it was started, rounded; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +97,30 @@ class Delivery:
         return (
             f"the queue may be of app{'' if is_one else 's'} {apps}, which {'shares' if is_one else 'share'} this "
             "schedule. A worker of this app drops the messages of another app, so start none there, and delete "
-            "nothing, unless you know that the queue has only messages of this app. First give each app a prefix of "
-            "its own (redbeat_key_prefix; and singleton_key_prefix, if they share the server of the locks)"
+            f"nothing, unless you know that the queue has only messages of this app. First {APART}"
         )
 
     def without(self, task: str) -> str:
-        """Return a sentence that other workers know a task and no reader of the queue does; else an empty string."""
-        if not self.readers or any(task in worker.tasks for worker in self.readers.values()):
-            return ""
+        """Return a sentence that readers of the queue do not know a task, and what to do; else an empty string.
+
+        It is empty, too, if no worker at all knows the task, or if no worker reads the queue.
+        """
+        lacking = sorted(name for name, worker in self.readers.items() if task not in worker.tasks)
         knowing = sorted(name for name, worker in self.others.items() if task in worker.tasks)
-        if not knowing:
+        if 0 < len(lacking) < len(self.readers):
+            is_one = len(lacking) == 1
+            reads, knows = ("reads", "does not know") if is_one else ("read", "do not know")
+            return (
+                f"worker{'' if is_one else 's'} {listed(lacking)} {reads} queue {self.queue} and {knows} the task "
+                f"{task}: {'it drops its' if is_one else 'they drop their'} share of the messages. If that is another "
+                f"app, {QUEUES_APART}. Else deploy the task there, too"
+            )
+        if not lacking or not knowing:
             return ""
         return (
-            f"no worker that answers and reads queue {self.queue} knows the task {task}: "
-            f"{listed(sorted(self.readers))} drops the message; {listed(knowing)} knows it and does not read that queue"
+            f"no worker that answers and reads queue {self.queue} knows the task {task}: {listed(lacking)} drops the "
+            f"message; {listed(knowing)} knows it and does not read that queue. Let one worker read the queue and know "
+            "the task"
         )
 
     @property

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
+from ..locks.redis import RETIRED
 from ..overlap import Overlap
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, RESULT_NOT_STORED
 from .calendar.clocked import comes_once
@@ -18,7 +19,7 @@ from .delivery import PREFETCH, listed
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
 from .silence import NOT_RECORDED, expiry_of
-from .status import NO_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, SEE_LOG
+from .status import APART, NO_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, SEE_LOG
 from .store.probe import refuses_writes
 
 if TYPE_CHECKING:
@@ -63,6 +64,23 @@ class HeldLock:
         """Seconds until it seems abandoned if its worker has died; 0 if it does now, or if its end is unknown."""
         return max(0.0, math.ceil((self.left or 0.0) - self.lease * RENEWED))
 
+    def left_by(self, answering: Collection[str], last_seen: Mapping[str, float]) -> str:
+        """Return why it is held though its task does not run, as a sentence without its full stop.
+
+        Args:
+            answering: the workers that have answered all questions, and do not run the task.
+            last_seen: the workers that the locks' server has seen, with the seconds since then.
+        """
+        since = (self.renewed or 0.0) + self.lease  # its worker was seen less than a lease before the run began
+        owners = [self.worker] if self.worker else sorted(w for w, age in last_seen.items() if age % RETIRED < since)
+        if not owners or not set(owners) <= set(answering):
+            return "its worker has probably died, or hangs"
+        who = f"{owners[0]} answers" if len(owners) == 1 else f"its worker is one of {listed(owners)}, which answer"
+        return (
+            f"{who}, so the run has ended there and its lock could not be freed (the log of the worker says why: "
+            "lock_kept, not_renewed), or the worker was started again since then"
+        )
+
     @property
     def fixed_time(self) -> str:
         """That it ends by time alone, and when, as a sentence without its full stop; for a timed lock."""
@@ -95,6 +113,8 @@ class Facts:
     running: Mapping[str, str] | None  #: task id -> worker, of all workers that answer; None if none could be asked
     known_tasks: frozenset[str] | None  #: of all workers that answer; None if none could be asked
     now: datetime
+    answering: Collection[str] = ()  #: the workers that have answered all questions
+    last_seen: Mapping[str, float] = field(default_factory=dict)  #: worker -> seconds since the locks' server saw it
     is_possible: bool = True  #: whether an entry can have that name; its key may be one of the schedule itself
     gone: str = ""  #: that it is not stored, who has removed it, and how to bring it back; empty if it is stored
     unusable: str = ""  #: why beat cannot use it, even before beat has found that; empty if it is usable
@@ -177,8 +197,7 @@ def _leadership(facts: Facts) -> Iterator[str]:
     if facts.other_apps:
         yield (
             f"It is an entry of app {listed(facts.other_apps)}, not of {facts.state.app}. Leave it and its queue to "
-            "that app: workers of this app drop its messages. Give each app a prefix of its own (redbeat_key_prefix; "
-            "and singleton_key_prefix, if they share the server of the locks)."
+            f"that app: workers of this app drop its messages. {_sentence(APART)}."
         )
     if facts.state.sent_elsewhere:
         yield f"{_sentence(facts.state.sent_elsewhere)}."
@@ -345,7 +364,7 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
     elif facts.stored_end is not None:
         ended = facts.stored_end
         when = f" at {_moment(ended.at)}" if ended.at is not None else ""
-        yield f"Its end is not in the history, but in the result backend: it ended{when} with {ended.status}."
+        yield f"Its end is not in the history, but in the result backend: it ended{when} with {ended.how}."
     elif record.is_sent_otherwise:
         yield "So workers record no end of it: its message has another id, or lacks the headers of beat."
     elif record.decision == "buffered":
@@ -469,15 +488,21 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
         left = f"in {lock.left:.0f} s" if lock.left is not None else "soon"
         yield (
             f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}, and no worker that answers "
-            f"runs it: its worker has probably died, or hangs. The lock ends by itself {left}. To free it now, first "
-            "make sure that its process is gone, because the run of a process that hangs would go on beside the next "
-            f"run: celery singlebeat unlock {shlex.quote(task_id)}"
+            f"runs it: {lock.left_by(facts.answering, facts.last_seen)}. The lock ends by itself {left}. To free it "
+            "now, first make sure that its process is gone, because the run of a process that hangs would go on beside "
+            f"the next run: celery singlebeat unlock {shlex.quote(task_id)}"
         )
     elif lock.is_ahead and facts.running is not None:
         yield (
             f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}, and no worker that answers "
             f"runs it. If its worker has died, the lock ends by itself within {lock.lease:.0f} s of the next call that "
             "meets it."
+        )
+    elif lock.worker in facts.answering:
+        yield (
+            f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}. That worker answers, and did "
+            "not run it when it was asked: the run began or ended just then, or the worker was started again since "
+            f"the renewal. Ask again to know more. If it is over, the lock ends by itself within {lock.lease:.0f} s."
         )
     elif facts.running is not None:
         yield (
@@ -551,8 +576,8 @@ def _delivery(facts: Facts, delivery: Delivery, entry: Entry) -> Iterator[str]:
         to_do = "" if facts.other_apps else f" To correct it: {hint}."
         yield f"{_sentence(delivery.unread)}: messages wait there.{to_do}"
     elif wrong := delivery.without(entry.task):
-        yield f"{_sentence(wrong)}. Let one worker have both."
-    elif delivery.full and _may_wait(facts) and not _full_holder(facts):
+        yield f"{_sentence(wrong)}."
+    if delivery.full and _may_wait(facts) and not _full_holder(facts):
         yield f"{_sentence(delivery.full)}: a message there waits until one of them has ended."
 
 

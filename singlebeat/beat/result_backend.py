@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery.backends.base import DisabledBackend
 from celery.backends.rpc import RPCBackend
-from celery.states import READY_STATES
+from celery.exceptions import NotRegistered
+from celery.states import FAILURE, READY_STATES
+from kombu.utils.encoding import safe_repr
 
 from ..connections import masked, what_it_does
-from ..log import without_passwords
+from ..log import LONGEST_REASON, without_passwords
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -34,6 +36,12 @@ class StoredEnd(NamedTuple):
 
     status: str  #: SUCCESS, FAILURE or REVOKED
     at: datetime | None  #: in UTC; None if unknown
+    error: str = ""  #: why it failed, as far as it is known
+
+    @property
+    def how(self) -> str:
+        """The status and the error, in words."""
+        return f"{self.status}: {self.error}" if self.error else self.status
 
 
 def result_place(app: Celery) -> str:
@@ -45,8 +53,15 @@ def result_place(app: Celery) -> str:
 def stored_end(backend: Backend, task_id: str) -> StoredEnd | None:
     """Return the end of a task that a result backend has, None if it has none."""
     meta = backend.get_task_meta(task_id, cache=False)
-    status = meta.get("status")
-    return StoredEnd(status, _instant(meta.get("date_done"))) if status in READY_STATES else None
+    status, result = meta.get("status"), meta.get("result")
+    if status not in READY_STATES:
+        return None
+    error = ""
+    if isinstance(result, NotRegistered):
+        error = "NotRegistered, a worker that does not know the task has dropped its message"
+    elif status == FAILURE and result is not None:
+        error = without_passwords(safe_repr(result))[:LONGEST_REASON]
+    return StoredEnd(status, _instant(meta.get("date_done")), error)
 
 
 def read_end(app: Celery, task_id: str, *, timeout: float) -> StoredEnd | None:

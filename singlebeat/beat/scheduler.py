@@ -50,6 +50,7 @@ from .metrics import BeatMetrics
 from .one_write import OneWrite
 from .publisher import BeatProducer, BrokerAccess
 from .server_time import ServerTime
+from .status import APART
 from .store.claims import Due, Store
 from .store.probe import CONFIRM, TICKS, lock_server_says, schedule_error, schedule_refusal
 from .store.spoilt import why_spoilt
@@ -457,8 +458,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         """
         config, facts = Config.of(self.app), {"app": self.statics.owner, "other": other, **pairs}
         why = (
-            f"both have redbeat_key_prefix {config.redbeat_key_prefix!r} in one database: give each app a prefix of "
-            "its own, or set singlebeat_other_app_check to ignore if they share the schedule on purpose"
+            f"both have redbeat_key_prefix {config.redbeat_key_prefix!r} in one database: {APART}. Or set "
+            "singlebeat_other_app_check to ignore if they share the schedule on purpose"
         )
         if config.singlebeat_other_app_check == "raise":
             self.close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..errors import ConfigError
 from ..locks.modes import LockMode, is_singleton, overlap_for
 from ..overlap import Overlap
-from ..run_results import MESSAGE_LOST
+from ..run_results import MESSAGE_LOST, RESULT_NOT_STORED
 
 if TYPE_CHECKING:
     from .entries.entry import Entry
@@ -34,6 +34,11 @@ _FAILED = {
     MESSAGE_LOST: "were lost with their messages",
 }
 
+#: The words for several runs that are no failures, though Celery reports failures.
+_NOT_STORED = (
+    "returned, and the result backend stored no result of them (does the user of the worker lack a command there?)"
+)
+
 #: Least number of runs in a row that must have failed, and of occurrences in a row that must have been skipped.
 LEAST_FAILED, LEAST_SKIPPED = 2, 4
 
@@ -41,6 +46,11 @@ LEAST_FAILED, LEAST_SKIPPED = 2, 4
 NOT_RECORDED = (
     "could not be recorded: the schedule's server did not take the record, or the worker has another "
     "redbeat_redis_url or redbeat_key_prefix"
+)
+
+_UNRECORDED = (
+    "the worker's user may lack a command at the schedule's server (the log of the worker has ends_not_recorded then), "
+    "or the worker has no singlebeat, or another redbeat_redis_url or redbeat_key_prefix"
 )
 
 #: Most runs without an end that are counted.
@@ -57,6 +67,7 @@ def silence(
     *,
     recorded: bool = True,
     backlog: Callable[[Entry], str] = lambda _: "",
+    survived: Callable[[Entry, Sequence[Record]], tuple[str, str]] = lambda *_: ("", ""),
 ) -> str:
     """Return a sentence, without a full stop, if an entry is silent; else an empty string.
 
@@ -65,11 +76,14 @@ def silence(
         recent: earlier decisions about it, and later ones: those that it was skipped push the others out of its own.
         recorded: whether there are workers with singlebeat, which record the ends of runs.
         backlog: returns where its messages may still wait, in words; called only if that matters.
+        survived: returns what shows that some of these runs, the last one first, have ended, and what shows that their
+            workers live, in words; called only if that matters.
     """
     if not entry.enabled or entry.policy.paused:
         return ""
     found = _skipped(entry, own, recent) or _unsent(own.decisions)
-    return found or (recorded and _vanished(entry, [*own.decisions, *recent], backlog)) or _failed(own.ends)
+    decisions = [*own.decisions, *recent]
+    return found or (recorded and _vanished(entry, decisions, backlog, survived)) or _failed(own.ends)
 
 
 def _unsent(decisions: Sequence[Record]) -> str:
@@ -80,16 +94,22 @@ def _unsent(decisions: Sequence[Record]) -> str:
 
 def _failed(ends: Sequence[End]) -> str:
     ends = [end for end in ends if end.outcome not in _PASSED_OVER]
-    if len(ends) < LEAST_FAILED or any(end.outcome not in _FAILED for end in ends):
+    words = {end.outcome for end in ends}
+    if len(ends) < LEAST_FAILED or not (words <= _FAILED.keys() or words == {RESULT_NOT_STORED}):
         return ""
-    last, words = ends[0], {end.outcome for end in ends}
-    what = _FAILED[last.outcome] if len(words) == 1 else "failed"
+    last = ends[0]
+    what = {**_FAILED, RESULT_NOT_STORED: _NOT_STORED}[last.outcome] if len(words) == 1 else "failed"
     where = f" on {last.worker}" if last.worker else ""
     why = ": ".join(["", *([last.outcome] if len(words) > 1 else []), *([last.reason] if last.reason else [])])
     return f"its last {len(ends)} runs all {what}, the last one at {_moment(last.at)}{where}{why}"
 
 
-def _vanished(entry: Entry, decisions: Sequence[Record], backlog: Callable[[Entry], str]) -> str:
+def _vanished(
+    entry: Entry,
+    decisions: Sequence[Record],
+    backlog: Callable[[Entry], str],
+    survived: Callable[[Entry, Sequence[Record]], tuple[str, str]],
+) -> str:
     """Return a sentence if runs of an entry end without a record: expired, not started yet, or with their worker."""
     # A reason says that code of the app has sent it, or that it was sent without its lock.
     followed = (record for record in decisions if record.decision == "dispatched" and not record.reason)
@@ -99,15 +119,21 @@ def _vanished(entry: Entry, decisions: Sequence[Record], backlog: Callable[[Entr
     if len(before) < LEAST_FAILED or not ended.isdisjoint([last, *before]) or not _follows_its_end(entry):
         return ""
     what = f"no worker has recorded an end of its last {len(before)} runs before the present one"
+    runs = {record.task_id: record for record in sent}
+    ending, lives = survived(entry, [runs[task_id] for task_id in before])
+    if ending:
+        return f"{what}, but {ending}: the ends of its runs are not recorded, because {_UNRECORDED}"
     if _may_expire(entry, sent[-len(before) - 1 :]):
         return f"{what}: each has probably expired in its queue before a worker started it"
-    killed = (
+    how = (
         "killed its worker (for want of memory? See the log of the worker's host). Or its worker has no singlebeat, or "
         f"its end {NOT_RECORDED}"
     )
+    if lives:
+        how = f"ended, and that is not recorded, because {_UNRECORDED}: {lives}"
     if where := backlog(entry):
-        return f"{what}: they may still wait in {where}. Or each has {killed}"
-    return f"{what}: each has probably {killed}"
+        return f"{what}: they may still wait in {where}. Or each has {how}"
+    return f"{what}: each has probably {how}"
 
 
 def expiry_of(entry: Entry) -> object:

@@ -35,14 +35,23 @@ if TYPE_CHECKING:
     from .entries.policy import EntryPolicy
 
 __all__ = (
+    "APART",
     "MAX_LAG",
     "NO_BEAT",
     "QUARANTINED_LATER",
+    "QUEUES_APART",
     "REDBEAT_LEADS",
     "SEE_LOG",
     "ScheduleStatus",
     "pending_occurrences",
     "quarantine_record",
+)
+
+#: How to divide the queues of two apps, and all that they share.
+QUEUES_APART = "give each app queues of its own (task_default_queue)"
+APART = (
+    "give each app a prefix of its own (redbeat_key_prefix; and singleton_key_prefix, if they share the server of the "
+    f"locks). If they share the broker, also {QUEUES_APART}: a worker drops the messages of tasks that it does not know"
 )
 
 #: Seconds after its time from which an entry is overdue: the leader polls every second.
@@ -214,9 +223,8 @@ class ScheduleStatus:
             return ""
         return (
             f"a beat of app {self.other_app} {'shares the work' if self.is_shared else 'leads'}, and sends entries to "
-            "the queues of its own app, whose workers may drop them: give each app a prefix of its own "
-            "(redbeat_key_prefix; and singleton_key_prefix, if they share the server of the locks), or set "
-            "singlebeat_other_app_check to ignore if they share the schedule on purpose"
+            f"the queues of its own app, whose workers may drop them: {APART}. Or set singlebeat_other_app_check to "
+            "ignore if they share the schedule on purpose"
         )
 
     @property

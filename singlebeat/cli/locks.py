@@ -49,7 +49,8 @@ def locks_(app: Celery, as_json: bool) -> None:
         click.echo(marked(f"the locks' server {lock_place(app)}: {refused}", "problem"))
     else:
         for lock in silent:
-            text = f"task {lock.task_id}: last renewed {lock.last_renewed}: its worker has probably died, or hangs"
+            text = f"task {lock.task_id}: last renewed {lock.last_renewed}: its worker has died, or hangs, or "
+            text += "could not free it (celery singlebeat doctor asks the workers)"
             click.echo(marked(text, "warning"))
 
 

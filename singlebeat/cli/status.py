@@ -41,7 +41,14 @@ def status_(app: Celery, as_json: bool) -> None:
     for standby in state.standbys:
         of_app = f", of app {standby['app']}" if standby.get("app", state.app) != state.app else ""
         click.echo(printable("  {host}, pid {pid}, since {since}".format_map(standby) + of_app))
-    problems = (state.unlike, state.why_leaderless, state.redbeat_silent, state.sent_elsewhere, refused, lock_trouble(app))
+    problems = (
+        state.unlike,
+        state.why_leaderless,
+        state.redbeat_silent,
+        state.sent_elsewhere,
+        refused,
+        lock_trouble(app),
+    )
     for problem in filter(None, problems):
         click.echo(marked(f"problem     {problem}", "problem"))
     for text in state.other_brokers(standbys=True):

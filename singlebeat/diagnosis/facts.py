@@ -38,7 +38,17 @@ from ..locks import backend_of
 from ..run_results import RESULT_NOT_STORED
 from .leader import refusal
 from .locks import held_by, locks_of, waiting
-from .workers import Backlog, BrokerError, NoQuestionsError, Workers, ahead_of_server, delivery_of, refused_queues
+from .workers import (
+    Backlog,
+    BrokerError,
+    NoQuestionsError,
+    Survival,
+    Workers,
+    ahead_of_server,
+    delivery_of,
+    last_seen,
+    refused_queues,
+)
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -201,6 +211,8 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         running=running,
         known_tasks=frozenset().union(*workers.known_tasks.values()) if workers else None,
         now=datetime.fromtimestamp(state.now, UTC),
+        answering=workers.readers.keys() if workers else (),
+        last_seen=last_seen(app) if workers and locks else {},
         delivery=_delivery(app, entry, workers) if state.is_led_by(owner_of(app)) else None,
         no_place=entries.no_place(name) if entry is not None else "",
         late_place=next((str(place) for _, place in late_places(app, [entry])), "") if entry is not None else "",
@@ -262,7 +274,8 @@ def _silence(app: Celery, entry: Entry, records: Sequence[Record], workers: Work
     ((_, own),) = History(app).own([entry.name])
     is_open = bool(records) and records[0].end is None  # it may be the last of several runs without an end
     recent = Schedule(app).history(entry.name, EXPLAINED) if is_open else ()
-    return silence(entry, own, recent, recorded=_record_ends(workers), backlog=Backlog(app, workers).of)
+    backlog, survived = Backlog(app, workers).of, Survival(app, workers).of
+    return silence(entry, own, recent, recorded=_record_ends(workers), backlog=backlog, survived=survived)
 
 
 def _lacking(app: Celery, found: Found) -> str:

@@ -15,6 +15,7 @@ from ..beat.delivery import Busy, Delivery, Reader, queue_of
 from ..beat.entries.statics import Statics
 from ..beat.keys import Keys
 from ..beat.lost_messages import count_messages, living_workers
+from ..beat.result_backend import ResultBackendError, read_end
 from ..beat.server_time import ServerTime
 from ..beat.status import counted
 from ..beat.store.probe import broker_refusal
@@ -23,6 +24,7 @@ from ..config import Config
 from ..connections import RedisError, broker_place, schedule_client, what_it_does
 from ..errors import SinglebeatError
 from ..locks import backend_of
+from ..locks.redis import RETIRED
 from ..log import without_passwords
 from ..server_errors import advice, is_denied
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from ..beat.entries.entry import Entry
+    from ..beat.result_backend import StoredEnd
+    from ..beat.store.history import Record
 
 #: The answers to a question, by worker.
 _Answers = Mapping[str, Any]
@@ -39,6 +43,9 @@ TIMEOUT = 1.0
 
 #: The questions to all workers. ``active_queues`` and ``stats`` give the queues and the slots of each worker.
 QUESTIONS = ("registered", "active", "active_queues", "stats")
+
+#: The fraction of the lease for which a worker that reaches the locks' server may renew nothing.
+UNHEARD = 0.4
 
 #: Maximum number of queues that are checked for rights.
 MOST_QUEUES = 20
@@ -92,7 +99,8 @@ class Workers:
         known, active, queues, stats = answers
         # Every worker has Celery's own tasks, but does not list them.
         builtins = {name for name in app.tasks if name.startswith("celery.")}
-        known_tasks = {worker: frozenset(tasks) | builtins for worker, tasks in known.items()}
+        # A task with a rate limit or a routing key is listed as "name [rate_limit=1/m]".
+        known_tasks = {worker: frozenset(map(_name, tasks)) | builtins for worker, tasks in known.items()}
         return cls(
             {run["id"]: worker for worker, runs in active.items() for run in runs},
             known_tasks,
@@ -103,6 +111,7 @@ class Workers:
                     known_tasks[worker],
                     _slots(stats[worker]),
                     [Busy(run["name"], run["id"], _started(run)) for run in active[worker]],
+                    stats[worker].get("uptime"),
                 )
                 for worker in sorted(known.keys() & active.keys() & queues.keys() & stats.keys())
             },
@@ -179,6 +188,48 @@ class Backlog:
         return f"queue {queue}, or at its workers: {delivery.full}" if delivery.full else ""
 
 
+class Survival:
+    """What shows that runs did not kill their workers.
+
+    Args:
+        workers: the answers of the workers; None if they could not be asked.
+    """
+
+    def __init__(self, app: Celery, workers: Workers | None) -> None:
+        self._app, self._workers, self._results_answer = app, workers, True
+
+    def of(self, entry: Entry, runs: Sequence[Record]) -> tuple[str, str]:
+        """Return what shows that a run has ended, and what shows that the workers live, in words; empty if nothing.
+
+        Args:
+            runs: of the entry, the last one first.
+        """
+        end = self._stored_end(runs[0].task_id)
+        ended = f"the result backend has the end of task {runs[0].task_id}, {end.how}" if end else ""
+        return ended, self._lives(entry, runs[-1].at.timestamp())
+
+    def _lives(self, entry: Entry, since: float) -> str:
+        queue = queue_of(self._app, entry)
+        if queue is None or self._workers is None:
+            return ""
+        readers = Delivery.of(queue, self._workers.readers).readers
+        with suppress(RedisError):  # another part reports it
+            asked_at = ahead_of_server(self._app) + self._workers.asked[1]
+            # A worker rounds the time to a second.
+            started = [asked_at - reader.up_s + 1 for reader in readers.values() if reader.up_s is not None]
+            if readers and len(started) == len(readers) and max(started) < since:
+                return f"each worker that answers and reads queue {queue} was started before these runs"
+        return ""
+
+    def _stored_end(self, task_id: str) -> StoredEnd | None:
+        if self._results_answer:
+            try:
+                return read_end(self._app, task_id, timeout=Config.of(self._app).singlebeat_socket_timeout)
+            except ResultBackendError:  # another part reports it
+                self._results_answer = False
+        return None
+
+
 def ahead_of_server(app: Celery) -> float:
     """Return the seconds by which the time of the schedule's server is ahead of this process's monotonic clock.
 
@@ -195,6 +246,23 @@ def silent_workers(app: Celery, workers: Workers) -> Sequence[str]:
     with suppress(SinglebeatError):  # another part reports an error of the locks' server
         return sorted(living_workers(app, backend_of(app)) - workers.known_tasks.keys())
     return ()
+
+
+def last_seen(app: Celery) -> Mapping[str, float]:
+    """Return the workers with singlebeat that the locks' server saw in the last day, with the seconds since then.
+
+    To those of a worker that has ended, ``RETIRED`` is added.
+    """
+    with suppress(SinglebeatError):  # another part reports an error of the locks' server
+        return {each.partition(" ")[0]: age for each, age in backend_of(app).workers().items()}
+    return {}
+
+
+def unheard(app: Celery, workers: Workers) -> Sequence[str]:
+    """Return the workers that answer and renew nothing at the locks' server, each with the time since they did."""
+    least = Config.of(app).singlebeat_lock_lease * UNHEARD
+    ages = {worker: age for worker, age in last_seen(app).items() if least < age < RETIRED}
+    return [f"{worker} ({ages[worker]:.0f} s)" for worker in sorted(ages) if workers.versions.get(worker)]
 
 
 def refused_queues(app: Celery, entries: Iterable[Entry]) -> Iterator[str]:
@@ -220,6 +288,10 @@ def _asking(app: Celery) -> Callable[[str], _Answers]:
         return {worker: answer for reply in replies for worker, answer in reply.items()}
 
     return ask
+
+
+def _name(listed_task: str) -> str:
+    return listed_task.partition(" [")[0]
 
 
 def _slots(stats: Mapping[str, Any]) -> int | None:

@@ -750,7 +750,7 @@ def test_b14_beats_of_two_apps_on_one_prefix_are_named(beat_of, tools_named, red
     incident.until(
         blog.logs(
             "WARNING.*This beat of app blog stands by for a beat of app ops event=other_app",
-            "give each app a prefix of its own",
+            "give each app a prefix of its own.* and singleton_key_prefix.* queues of its own .task_default_queue.",
         ),
         tools.say(
             "doctor",

@@ -330,6 +330,29 @@ def test_runs_that_wait_or_expire_have_killed_no_worker(findings, cli, bench, mo
     assert why in str(findings("entry e"))
 
 
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_runs_whose_ends_are_not_recorded_kill_no_worker(findings, cli, bench, monkeypatch, is_stored):
+    """The user of the worker lacks a command on the schedule's server."""
+    entry = bench.put()
+    for _ in range(5):
+        bench.make_due()
+        bench.tick()
+    bench.redis.delete("celery")
+    if is_stored:
+        bench.app.backend.mark_as_done([each["id"] for each in bench.history][-2], None)
+    reader = Reader(frozenset({"celery"}), frozenset({entry.task}), 1, (), None if is_stored else 3600)
+    monkeypatch.setattr(
+        Workers, "ask", lambda _: replace(answering(w1=reader), asked=(time.monotonic(), time.monotonic()))
+    )
+    backend_of(bench.app).announce("w1@vm", ttl=60)
+
+    told = [cli("explain", "e").output, str(findings("entry e"))]
+
+    shown = "the result backend has the end of task" if is_stored else "each worker that answers and reads queue celery"
+    assert all(shown in text and "ends_not_recorded" in text for text in told), told
+    assert "killed" not in "".join(told)
+
+
 def test_a_lock_whose_message_no_worker_reads_names_its_queue(findings, cli, bench, monkeypatch):
     backend_of(bench.app).announce("w1@vm", ttl=60)
     bench.put(task=SINGLE, options={"queue": "billing"})
@@ -383,6 +406,56 @@ def test_doctor_names_all_entries_whose_locks_a_plain_worker_leaves(findings, be
     assert "That concerns the entries whose queues it reads: once, plain." in text
 
 
+def test_a_reader_that_drops_the_messages_of_an_entry_is_named(findings, cli, bench, monkeypatch):
+    """Other workers know the task: the runs that they get end well, and may be the last ones of the entry."""
+    bench.put(task=SINGLE)
+    bench.put("mailed", task=SINGLE, options={"queue": "mail"})
+    bench.tick()
+    read = {"w1": "celery", "other@h": "celery", "w2": "mail", "elsewhere": "else"}
+    readers = {
+        name: Reader(frozenset({queue}), frozenset({SINGLE} if name in {"w1", "w2"} else {"other.job"}), 1, ())
+        for name, queue in read.items()
+    }
+    monkeypatch.setattr(Workers, "ask", lambda _: answering(**readers))
+
+    ((level, text),) = findings("entry e")
+
+    measured(text)
+    assert level == "problem"
+    says = f"orker other@h reads queue celery and does not know the task {SINGLE}: it drops its share"
+    assert text.startswith(f"w{says}")
+    assert "give each app queues of its own (task_default_queue). Else deploy the task there, too" in text
+    assert f"\nW{says}" in cli("explain", "e").output
+    assert findings("entry mailed") == []
+
+
+def test_a_worker_that_answers_but_renews_nothing_is_named(findings, cli, bench, monkeypatch):
+    """Its user lacks a command on the locks' server, or its password is wrong: it lives, and could not free a lock."""
+    backend, lease = backend_of(bench.app), {"lease": 30, "remember_for": 60, "task": "t", "arguments": ""}
+    for name in ("w1@vm", "w2@vm"):
+        backend.announce(worker_name(bench.app, name), ttl=60)
+    bench.redis.zincrby("singlebeat:workers", -20, worker_name(bench.app, "w1@vm"))
+    for task_id, worker in (("known", "w1@vm"), ("unknown", "")):
+        backend.begin(Ref(f"SINGLETONLOCK_{task_id}", task_id, 0, "n"), **lease)
+        then = int(time.time() * 1000) - 25_000
+        renewed = {"renewed": then, "worker": worker} if worker else {}
+        bench.redis.hset(f"SINGLETONLOCK_{task_id}", mapping={"since": then, **renewed})
+        bench.redis.pexpire(f"SINGLETONLOCK_{task_id}", 5_000)
+    reader = Reader(frozenset({"celery"}), frozenset({SINGLE}), 1, ())
+    monkeypatch.setattr(Workers, "ask", lambda _: answering(**{"w1@vm": reader, "w2@vm": reader}))
+
+    (unheard,) = [found for found in findings("workers", app=bench.app) if "renewed nothing" in found[1]]
+    left = [text for level, text in findings("locks", app=bench.app) if level == "warning"]
+
+    measured("\n".join([unheard[1], *left]))
+    assert unheard[0] == "problem"
+    assert re.match(r"w1@vm \(2\d s\): each answers, and has renewed nothing at the locks' server", unheard[1])
+    known, unknown = sorted(left)
+    assert "w1@vm answers, so the run has ended there" in known
+    assert "its worker is one of w1@vm, w2@vm, which answer, so the run has ended there" in unknown
+    assert "probably died" not in known + unknown
+
+
 @pytest.mark.parametrize("check", ["warn", "ignore"])
 def test_no_advice_about_the_queue_of_another_app_loses_messages(findings, cli, server, bench_on, monkeypatch, check):
     """A worker of this app drops the messages of another app, and a purge deletes them."""
@@ -421,6 +494,8 @@ def test_a_lost_message_of_a_deleted_entry_is_no_longer_awaited(findings, cli, s
     bench.tick()
     bench.schedule.delete("e")
     redis.delete("billing")
+    (lock,) = redis.scan_iter("SINGLETONLOCK_*", _type="HASH")
+    redis.hincrby(lock, "since", -1_000)  # it is late now
     reader = Reader(frozenset({"celery"}), frozenset({SINGLE}), 1, ())
     monkeypatch.setattr(Workers, "ask", lambda _: answering(w1=reader))
     monkeypatch.setattr("singlebeat.beat.lost_messages._Broker.ask", lambda *_, **__: {"w1": {}})

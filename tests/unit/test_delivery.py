@@ -37,13 +37,27 @@ def test_a_silent_worker_may_read_a_queue():
     assert delivery.unread.endswith("(they read b), and solo@host, which may read it, does not answer")
 
 
-def test_a_task_is_missing_only_if_no_reader_of_its_queue_knows_it():
+def test_a_task_that_only_workers_of_other_queues_know_is_missing():
     elsewhere = reader(queues="other")
 
-    assert Delivery.of("q", {"w": reader(), "v": reader(tasks="u")}).without("t") == ""
     assert Delivery.of("q", {"w": reader(tasks="u")}).without("t") == "", "that is said of all workers together"
     assert Delivery.of("other", {"w": reader()}).without("t") == "", "no worker reads the queue"
     assert "w drops the message; v knows it" in Delivery.of("q", {"w": reader(tasks="u"), "v": elsewhere}).without("t")
+
+
+def test_each_reader_that_does_not_know_a_task_is_named():
+    """As a worker of another app on a shared queue, or one of an old deploy: each drops the messages that it gets."""
+    readers = {"w": reader(), "old": reader(tasks="u"), "other": reader(tasks="v")}
+    elsewhere = {"x": reader(tasks="u", queues="x")}
+
+    assert Delivery.of("q", {"w": reader(), "old": reader(tasks="u"), **elsewhere}).without("t") == (
+        "worker old reads queue q and does not know the task t: it drops its share of the messages. If that is another "
+        "app, give each app queues of its own (task_default_queue). Else deploy the task there, too"
+    )
+    assert "workers old, other read queue q and do not know the task t: they drop" in Delivery.of("q", readers).without(
+        "t"
+    )
+    assert Delivery.of("q", {"w": reader(), **elsewhere}).without("t") == "", "it reads no queue of the entry"
 
 
 def test_workers_are_full_since_their_last_slot_was_taken():

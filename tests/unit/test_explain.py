@@ -16,9 +16,11 @@ from singlebeat.beat.entries.occurrence import Occurrence
 from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.explain import Facts, HeldLock, explain
 from singlebeat.beat.lost_messages import Found, Waiting
+from singlebeat.beat.result_backend import StoredEnd
 from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.history import End, Record
 from singlebeat.locks.base import Ref
+from singlebeat.locks.redis import RETIRED
 
 NOON = datetime(2026, 12, 1, 12, tzinfo=UTC)
 HOUR = timedelta(hours=1)
@@ -146,6 +148,28 @@ def test_a_worker_that_did_not_answer_once_is_not_said_to_be_gone():
     assert "Ask again to know more. If it has died, the lock ends by itself within 30 s." in text
 
 
+def test_a_worker_that_answers_and_runs_nothing_is_not_said_to_be_dead():
+    """It could not free the lock, or was started again under its name."""
+    skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
+    known, unknown = (HeldLock("k", "x", "running", 5.0, 30.0, 25.0, worker) for worker in ("w1@h", ""))
+    renewed = HeldLock("k", "x", "running", 29.0, 30.0, worker="w1@h")
+
+    text = said(skip, locks={"x": known}, answering={"w1@h"})
+    assert "runs it: w1@h answers, so the run has ended there and its lock could not be freed (the log of" in text
+    assert "The lock ends by itself in 5 s" in text
+    assert "probably died" not in text
+    two = {"w1@h": 9.0, "w2@h": 3.0, "long gone": 90.0}
+    text = said(skip, locks={"x": unknown}, answering={"w1@h", "w2@h"}, last_seen=two)
+    assert "runs it: its worker is one of w1@h, w2@h, which answer, so the run has ended there" in text
+    assert "probably died" in said(skip, locks={"x": unknown}, answering={"w1@h"}, last_seen=two)
+    ended = {"w1@h": 9.0, "w2@h": RETIRED + 3.0}
+    assert "probably died" in said(skip, locks={"x": unknown}, answering={"w1@h"}, last_seen=ended)
+    assert "probably died" in said(skip, locks={"x": known}, answering={"w2@h"}, last_seen=two)
+    text = said(skip, locks={"x": renewed}, answering={"w1@h"})
+    assert "That worker answers, and did not run it when it was asked: the run began or ended just then, or" in text
+    assert "did not answer in time" not in text
+
+
 def test_a_lock_left_by_a_run_that_ended_names_no_dead_worker():
     end = End("success", "", "", 12.0, "w1", NOON)
     skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
@@ -184,6 +208,23 @@ def test_a_run_whose_lock_is_gone_while_later_ones_ran_is_over():
     assert "it waits in its queue, or its worker has died" in said(record(NOON), at=NOON)
     beside = Entry("e", "t", schedule(3600), app=app, last_run_at=NOON, overlap="allow_all")
     assert "it waits in its queue, or its worker has died" in said(later, record(NOON), at=NOON, entry=beside)
+
+
+def test_an_end_in_the_result_backend_is_said_with_its_error():
+    stored = StoredEnd("FAILURE", NOON, "NotRegistered, a worker that does not know the task has dropped its message")
+
+    text = said(record(NOON), stored_end=stored)
+
+    assert "it ended at 2026-12-01 12:00:00Z with FAILURE: NotRegistered, a worker that does not know the task" in text
+    assert "with SUCCESS." in said(record(NOON), stored_end=StoredEnd("SUCCESS", None))
+
+
+def test_one_of_the_readers_of_a_queue_that_lacks_a_task_is_named():
+    readers = {name: Reader(frozenset({"celery"}), frozenset({task}), 1, []) for name, task in (("a", "t"), ("b", "u"))}
+
+    assert "\nWorker b reads queue celery and does not know the task t: it drops its share" in said(
+        record(NOON), delivery=Delivery.of("celery", readers)
+    )
 
 
 def test_a_run_that_waits_is_said_to_have_expired():

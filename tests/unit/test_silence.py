@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -60,6 +61,15 @@ def test_runs_that_all_failed_are_said_with_the_last_reason():
         said(end("expired", ""), end("expired", ""))
         == f"its last 2 runs all expired before a worker started them, {at}"
     )
+
+
+def test_runs_whose_results_were_all_not_stored_are_named():
+    """They did their work: no failure is said of them."""
+    text = failed("result_not_stored", "result_not_stored")
+
+    assert text.startswith("its last 2 runs all returned, and the result backend stored no result of them")
+    assert text.endswith("the last one at 2026-12-01 12:00:00Z on w1: why")
+    assert failed("result_not_stored", "failure") == failed("result_not_stored", "success") == ""
 
 
 @pytest.mark.parametrize(
@@ -195,6 +205,26 @@ def test_runs_whose_messages_expire_kill_no_worker(fields, word):
     text = silence(entry_of(**fields), Own([sent(3), sent(2), sent(1)], ()))
 
     assert f": each has probably {word} " in text
+
+
+def test_runs_that_have_ended_killed_no_worker():
+    """The worker's user may not record ends on the schedule's server, but stores results, or at least lives."""
+    asked = list[str]()
+
+    def told(ending: str, lives: str) -> str:
+        def survived(_: Entry, runs: Sequence[Record]) -> tuple[str, str]:
+            asked.extend(record.task_id for record in runs)
+            return ending, lives
+
+        return silence(entry_of(), Own([sent(3), sent(2), sent(1)], ()), survived=survived)
+
+    stored, lives = told("the result backend has it", "it lives"), told("", "it lives")
+
+    assert asked == ["id 2", "id 1"] * 2, "the present one may still run"
+    assert "before the present one, but the result backend has it: the ends of its runs are not recorded" in stored
+    assert "each has probably ended, and that is not recorded, because the worker's user may lack a command" in lives
+    assert lives.endswith(": it lives")
+    assert "killed" not in stored + lives
 
 
 def test_runs_whose_messages_may_wait_are_not_surely_killers():

@@ -1,13 +1,31 @@
-"""The clocks of workers, judged by their answers."""
+"""The clocks and tasks of workers, from their answers."""
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from singlebeat.diagnosis.workers import Workers
+import pytest
+from celery import Celery
+from celery.worker.control import registered
+
+from singlebeat.diagnosis.workers import Workers, _name
 
 #: The time that is right while this process's monotonic clock shows 0.
 NOON = 1_800_000_000.0
+
+
+def test_a_task_with_a_rate_limit_is_known_by_its_name():
+    def work() -> None: ...
+
+    app = Celery(set_as_current=False)
+    app.task(work, name="mail.send", rate_limit="1/m", shared=False)
+    app.task(work, name="mail.sort", shared=False)
+    app.finalize()
+
+    listed = registered(SimpleNamespace(app=app))
+
+    assert "mail.send [rate_limit=1/m]" in listed
+    assert {*map(_name, listed)} >= {"mail.send", "mail.sort"}
 
 
 @pytest.mark.parametrize(

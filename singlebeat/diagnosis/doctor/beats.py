@@ -13,7 +13,7 @@ from ...beat.entries.statics import OPERATORS, Statics, signature_of
 from ...beat.keys import Keys
 from ...beat.schedule import Schedule
 from ...beat.server_time import UNFIT_FROM
-from ...beat.status import MAX_LAG, NO_BEAT, REDBEAT_LEADS, SEE_LOG, ScheduleStatus, counted
+from ...beat.status import APART, MAX_LAG, NO_BEAT, REDBEAT_LEADS, SEE_LOG, ScheduleStatus, counted
 from ...beat.store.probe import STANDBY, refuses_writes, schedule_refusal
 from ...config import Config
 from ...connections import schedule_client
@@ -140,16 +140,15 @@ def _apps(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
     """Check for another app under the same prefix, and for two apps of the same name."""
     about, check = f"redbeat_key_prefix {Config.of(app).redbeat_key_prefix}", Config.of(app).singlebeat_other_app_check
     statics = Statics(app, schedule_client(app))
-    advice = "give each app a prefix of its own"
     if check != "ignore":
         for other, count in statics.of_others().items():
             number = counted(count, "entry there is", "entries there are")
             text = f"{number} of app {other}, not of {statics.owner}: the leader sends all"
-            yield Finding("problem", about, f"{text} of them to the queues of its own app; {advice}")
+            yield Finding("problem", about, f"{text} of them to the queues of its own app; {APART}")
         for beat, role in state.beats:
             if beat.get("app", statics.owner) not in {statics.owner, ""}:
                 text = f"the beat {beat['host']}, pid {beat['pid']}, which {role}, is of app {beat['app']}"
-                yield Finding("problem", about, f"{text}, not of {statics.owner}; {advice}")
+                yield Finding("problem", about, f"{text}, not of {statics.owner}; {APART}")
     for text in state.other_brokers(standbys=True):
         yield Finding("warning", about, text)
     ours = [beat for beat, _ in state.beats if beat.get("app") == statics.owner]
@@ -166,7 +165,7 @@ def _apps(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
         text = (
             f"{differ}: each beat that begins to lead stores its own, and removes the entries that its own lacks. That "
             "is right during a deploy. Else two apps have one name, or hosts run different code: "
-            f'{advice}, or a name (Celery("shop")). An rrule without dtstart differs in each process'
+            f'{APART}. Or give each a name (Celery("shop")). An rrule without dtstart differs in each process'
         )
         yield Finding("warning", about, text)
     elif here:

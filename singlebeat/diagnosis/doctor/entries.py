@@ -156,6 +156,7 @@ def _histories(app: Celery, schedule: Read) -> Iterator[Finding]:
             recent[name],
             recorded=schedule.workers_seen,
             backlog=schedule.where_waits,
+            survived=schedule.what_survived,
         ):
             silent[name] = text
         if ends := [end for end in own.ends if end.duration is not None]:

@@ -25,12 +25,13 @@ from ...connections import (
 )
 from ...errors import LockBackendError, SinglebeatError
 from ...locks import backend_of
-from ..workers import Backlog, BrokerError, NoQuestionsError, Workers
+from ..workers import Backlog, BrokerError, NoQuestionsError, Survival, Workers
 
 if TYPE_CHECKING:
     from celery import Celery
 
     from ...beat.entries.entry import Entry
+    from ...beat.store.history import Record
 
 #: Maximum number of entries that the findings of one check name.
 MOST_NAMED = 10
@@ -153,6 +154,14 @@ class Read:
     def where_waits(self, entry: Entry) -> str:
         """Return where the messages of an entry may still wait, in words; ask the workers only if that matters."""
         return self.backlog.of(entry)
+
+    def what_survived(self, entry: Entry, runs: Sequence[Record]) -> tuple[str, str]:
+        """Return what shows that a run of an entry has ended, and what shows that its workers live, in words."""
+        return self._survival.of(entry, runs)
+
+    @cached_property
+    def _survival(self) -> Survival:
+        return Survival(self.app, self.workers)
 
     @cached_property
     def results(self) -> str:

@@ -18,7 +18,7 @@ from ...errors import SinglebeatError
 from ...locks import backend_of
 from ...run_results import MESSAGE_LOST, RAN_ELSEWHERE
 from ..locks import locks_of, old, waiting
-from ..workers import delivery_of
+from ..workers import delivery_of, last_seen
 from .finding import MOST_NAMED, Finding, Read
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def check_locks(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("problem", f"singleton_key_prefix {Config.of(app).singleton_key_prefix}", text)
     if schedule.workers and not freezes_locks(schedule.locks_refused):
         silent = [lock for _, _, lock in rows if lock.seems_abandoned and not lock.unusable]
-        yield from _silent_owners(schedule.workers, silent)
+        yield from _silent_owners(app, schedule.workers, silent)
 
 
 def _unread(app: Celery, schedule: Read, locks: Sequence[Waiting]) -> Iterator[Finding]:
@@ -115,13 +115,14 @@ def _message_of_another_broker(app: Celery, rows: Iterable[Row]) -> str:
     )
 
 
-def _silent_owners(workers: Workers, locks: Sequence[HeldLock]) -> Iterator[Finding]:
-    """Check for runs whose workers have not renewed their locks and do not answer."""
+def _silent_owners(app: Celery, workers: Workers, locks: Sequence[HeldLock]) -> Iterator[Finding]:
+    """Check for runs whose workers have not renewed their locks and do not answer, or do not run them."""
+    seen = last_seen(app) if locks else {}
     for lock in islice((lock for lock in locks if lock.task_id not in workers.running), MOST_NAMED):
         ends = f" in {lock.left:.0f} s" if lock.left is not None else ""
         text = (
             f"the lock of task {lock.task_id} was last renewed {lock.last_renewed}, and no worker that answers runs "
-            f"the task: its worker has probably died, or hangs. The lock ends by itself{ends}"
+            f"the task: {lock.left_by(workers.readers, seen)}. The lock ends by itself{ends}"
         )
         yield Finding("warning", "locks", text)
 

@@ -21,7 +21,7 @@ from ...errors import ConfigError, LockBackendError, SinglebeatError
 from ...locks.modes import LockMode, is_singleton, overlap_for
 from ...overlap import Overlap
 from ..locks import every
-from ..workers import NoQuestionsError, Workers, ahead_of_server, silent_workers
+from ..workers import NoQuestionsError, Workers, ahead_of_server, silent_workers, unheard
 from .finding import Finding, Read, of_locks
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
         queues = frozenset().union(*(reader.queues for name, reader in workers.readers.items() if name in without))
         entries = [entry.name for entry in _locked(app, schedule) if queue_of(app, entry) in queues]
         yield _without_singlebeat(app, without, sorted(entries))
+    yield from _unheard(app, schedule, workers)
     yield from _versions(workers.versions)
     if schedule.error is not None:
         return
@@ -107,8 +108,7 @@ def _queues(app: Celery, schedule: Read, workers: Workers) -> Iterator[Finding]:
             yield Finding("warning" if silent else "problem", f"queue {queue}", text)
         for entry in senders:
             if wrong := delivery.without(entry.task):
-                text = f"{wrong}. Let one worker read the queue and know the task"
-                yield Finding("problem", f"entry {entry.name}", text)
+                yield Finding("problem", f"entry {entry.name}", wrong)
         if (since := delivery.full_since) is not None and (now - since).total_seconds() > BUSY_FOR:
             advice = (
                 "Start more workers, or make these tasks shorter. Messages that a busy worker has already received "
@@ -191,6 +191,17 @@ def _without_singlebeat(app: Celery, workers: Sequence[str], entries: Sequence[s
         "either. Install celery-singlebeat there, too, and start the worker again"
     )
     return Finding("problem", "workers without singlebeat", text)
+
+
+def _unheard(app: Celery, schedule: Read, workers: Workers) -> Iterator[Finding]:
+    """Check for workers that answer, and do not reach the locks' server, or are refused there."""
+    if schedule.locks_error is None and (away := unheard(app, workers)):
+        text = (
+            f"{listed(away)}: each answers, and has renewed nothing at the locks' server for that time. So it frees no "
+            "lock, and its runs go on without their locks once these end. Its log says why (not_renewed): as the "
+            "network, a wrong password in singleton_backend_url, or a command that its user lacks there"
+        )
+        yield Finding("problem", "workers", text)
 
 
 def _versions(versions: Mapping[str, str]) -> Iterator[Finding]:

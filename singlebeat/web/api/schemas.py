@@ -171,7 +171,10 @@ COMPONENTS: Mapping[str, Any] = {
             "task": STRING,
             "args": {**STRING, "description": "The arguments as a string, without secret ones."},
             "entry": STRING,
-            "seems_abandoned": {"type": "boolean", "description": "Its worker has probably died, or hangs."},
+            "seems_abandoned": {
+                "type": "boolean",
+                "description": "Its worker has died, or hangs, or could not free it.",
+            },
         },
         "required": [*lock["required"], "task", "args", "entry", "seems_abandoned"],
     },
