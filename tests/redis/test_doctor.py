@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -176,6 +177,13 @@ def test_entries_that_never_run_again_are_named_with_the_reason(findings, cli, b
     assert text.startswith(
         f"it has never run, and never will: its only time, {now - HOUR:%Y-%m-%d %H:%M:%SZ}, has passed. "
     )
+    (run,) = re.findall(r"To run it now: celery singlebeat (.*?)\. Or ", text)
+    assert "edit" not in text, "no option of that command sets such a time"
+    cli(*shlex.split(run))
+    bench.tick()
+    assert findings("entry too late") == [], "a run by request is a run, too"
+    ((_, text),) = [found for found in findings("entries") if "never run again" in found[1]]
+    assert text.startswith("4 entries are finished and never run again: ")
 
 
 def test_the_share_of_the_lease_that_a_renewal_takes_is_told(findings, cli, bench, server):

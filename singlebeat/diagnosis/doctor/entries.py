@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
+from ...beat.calendar.clocked import comes_once
 from ...beat.delivery import listed
 from ...beat.keys import Keys
 from ...beat.late_places import late_places
@@ -120,8 +121,15 @@ def _over(app: Celery, schedule: Read) -> Iterator[Finding]:
             never[entry.name] = why
         elif why:
             done.append(f"{entry.name} ({why})")
+    for name, own in History(app).own([*never]):
+        if own.ends or any(record.decision in {"dispatched", "buffered"} for record in own.decisions):
+            done.append(f"{name} ({never.pop(name)})")  # it was triggered, which does not count as one of its times
+    once = {entry.name for entry in schedule.usable if comes_once(entry.schedule)}
     for name, why in islice(never.items(), MOST_NAMED):
         advice = f"Correct its times (celery singlebeat edit {shlex.quote(name)}), or delete it"
+        if name in once:  # that command sets no such time
+            advice = f"To run it now: celery singlebeat trigger {shlex.quote(name)}. Or delete it, or give it a later "
+            advice += "time, on the page or by Schedule.upsert"
         yield Finding("warning", f"entry {name}", f"it has never run, and never will: {why}. {advice}")
     if len(never) > MOST_NAMED:
         yield Finding("warning", "entries", f"more than these {MOST_NAMED} never run (celery singlebeat list)")
