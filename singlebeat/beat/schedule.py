@@ -104,6 +104,11 @@ def _after(changes: Sequence[Change], field: str) -> str:
     return next((change.after[field] for change in changes if field in change.after), "")
 
 
+def _is_removed(stored: StoredFields, last: Change) -> bool:
+    """Return whether another program has removed an entry: it is not stored, and its last change says nothing of it."""
+    return not isinstance(stored, str) and not stored[0] and last.action not in {"delete", "park"}
+
+
 def _past(changes: Sequence[Change], at: int) -> Mapping[str, str]:
     """Return the past of a removed entry, as the last removal since a change has recorded it; empty if none has.
 
@@ -566,7 +571,8 @@ class Schedule:
         definition, policy = (
             _before(changes, at, field, now or "") for field, now in (("definition", stored[0]), ("policy", stored[2]))
         )
-        if not stored[0] and at == 0 and changes[0].action not in {"delete", "park"}:  # another program has removed it
+        is_after = at == 0 and _is_removed(stored, changes[0])
+        if is_after:
             definition, policy = (_after(changes, field) for field in ("definition", "policy"))
         if not definition:
             raise EntryError(f"change {to!r} has added entry {name!r}, so there is no entry to go back to: delete it")
@@ -575,7 +581,15 @@ class Schedule:
         if not stored[0]:  # the times that have passed are not made up for
             entry = entry.with_past(replace(entry.meta, since=self._now()))
         entry.version = stored[0] or "", stored[2] or ""
-        return self._save(entry, action="revert", note=f"to before {to}")
+        return self._save(entry, action="revert", note=f"to {'after' if is_after else 'before'} {to}")
+
+    def reverts_to_after(self, name: str, to: str) -> bool:
+        """Return whether a revert lets an entry be as it was after a change, and not before it.
+
+        So it is if another program has removed the entry, and the change is the last one.
+        """
+        stored, last = read_fields(self._client, [self.keys.named(name)])[0], next(iter(self.changes(name, 1)), None)
+        return last is not None and last.id == to and _is_removed(stored, last)
 
     def histories(self, names: Collection[str], count: int = 30) -> Mapping[str, Sequence[Record]]:
         """Return the last decisions about each of some entries, latest first, with the ends of their runs.

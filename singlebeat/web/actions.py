@@ -262,7 +262,8 @@ def ask_revert(board: Board, request: PageRequest, user: User) -> Page:
     change = next((each for each in board.changes(name, 1000) if each.id == to), None)
     if change is None:
         raise ConflictError(f"there is no record of a change {to!r} of entry {name!r}")
-    return _confirm("revert.html", "Revert", "/revert", "Revert", name=name, change=change)
+    is_after = board.schedule(user).reverts_to_after(name, to)
+    return _confirm("revert.html", "Revert", "/revert", "Revert", name=name, change=change, is_after=is_after)
 
 
 def revert(board: Board, request: PageRequest, user: User) -> PageReply:

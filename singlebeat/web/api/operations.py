@@ -296,7 +296,8 @@ OPERATIONS: Sequence[Operation] = (
         "POST",
         "/revert",
         calls.revert,
-        "Let an entry have the definition and policy again that it had before a change.",
+        "Let an entry have the definition and policy again that it had before a change; if another program has removed "
+        "the entry, and the change is its last one, those that it had after it.",
         ACTIONS["/revert"].role,
         ref("Entry"),
         (NAME,),
