@@ -244,6 +244,13 @@ class Schedule:
         read = None if found is None else (found.texts["definition"], found.texts["policy"])
         return Entry(name, app=self.app).delete_by(self.author, read)
 
+    def foreign_key(self, name: str) -> tuple[str, str] | None:
+        """Return the key of a deleted entry and the type of the key, if another program holds it; else None."""
+        key = self.keys.named(name)
+        fields, kind = read_fields(self._client, [key])[0], str(self._client.type(key))
+        is_entry = not isinstance(fields, str) and any(fields)  # another process has stored it again
+        return None if is_entry or kind == "none" else (key, kind)
+
     def pause(self, name: str, note: str = "") -> None:
         """Let an entry's times pass without a run.
 

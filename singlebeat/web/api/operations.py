@@ -150,11 +150,12 @@ OPERATIONS: Sequence[Operation] = (
         "DELETE",
         "/entry",
         calls.delete_entry,
-        "Delete an entry, even a broken one. An entry of beat_schedule comes back with the next term of leadership.",
+        "Delete an entry, even a broken one. An entry of beat_schedule comes back with the next term of leadership. "
+        "200: its place is removed, and its key, `left`, stays, because another program holds it.",
         ACTIONS["/delete"].role,
-        None,
+        record(name=STRING, deleted={"type": "boolean"}, left=STRING),
         (NAME,),
-        status=(204,),
+        status=(200, 204),
         conditions=("If-Match",),
     ),
     Operation(
