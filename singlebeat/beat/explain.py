@@ -118,6 +118,7 @@ class Facts:
     holder_end: End | None = None  #: how the run ended that kept the last run from being sent
     paused_by: str = ""  #: who has paused it, and when, as far as that is recorded
     other_apps: Sequence[str] = ()  #: the apps that have installed it, if this app has not; none if no app has
+    outdated: str = ""  #: that it is stored otherwise than ``beat_schedule`` gives it; empty if not, or if unknown
 
 
 def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
@@ -127,21 +128,7 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
         at: explain the occurrence at or before this moment; by default the last one.
     """
     quarantined = facts.state.quarantine.get(facts.name)
-    if quarantined is not None:
-        yield f"It is quarantined and does not run, since {quarantined['since']}: {quarantined['reason'].rstrip('.')}."
-        delete = f"celery singlebeat delete {shlex.quote(facts.name)}"
-        if facts.is_possible and facts.gone:
-            yield (
-                f"{facts.gone}. If it comes from beat_schedule, the next term installs it: celery singlebeat resign. "
-                f"To delete what is left of it: {delete}"
-            )
-        elif facts.is_possible:
-            yield (
-                "Correct the entry: a beat checks it again in every tick and runs it then. It is never deleted by "
-                f"itself; to delete it: {delete}"
-            )
-    elif facts.unusable:
-        yield f"It is unusable: {facts.unusable.rstrip('.')}. {_sentence(QUARANTINED_LATER)}."
+    yield from _unusable(facts)
     yield from _leadership(facts)
     yield from _refusals(facts)
     if at is None:
@@ -161,6 +148,28 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
         yield from _task(facts, facts.entry)
         if at is None and quarantined is None and not facts.unusable:
             yield from _outlook(facts, facts.entry)
+
+
+def _unusable(facts: Facts) -> Iterator[str]:
+    """Say why beat cannot use the entry, and whether it is stored otherwise than ``beat_schedule`` gives it."""
+    quarantined = facts.state.quarantine.get(facts.name)
+    if quarantined is not None:
+        yield f"It is quarantined and does not run, since {quarantined['since']}: {quarantined['reason'].rstrip('.')}."
+        delete = f"celery singlebeat delete {shlex.quote(facts.name)}"
+        if facts.is_possible and facts.gone:
+            yield (
+                f"{facts.gone}. If it comes from beat_schedule, the next term installs it: celery singlebeat resign. "
+                f"To delete what is left of it: {delete}"
+            )
+        elif facts.is_possible:
+            yield (
+                "Correct the entry: a beat checks it again in every tick and runs it then. It is never deleted by "
+                f"itself; to delete it: {delete}"
+            )
+    elif facts.unusable:
+        yield f"It is unusable: {facts.unusable.rstrip('.')}. {_sentence(QUARANTINED_LATER)}."
+    if facts.outdated:
+        yield _sentence(facts.outdated)
 
 
 def _whose(facts: Facts, refused: str) -> str:

@@ -621,14 +621,23 @@ class Schedule:
 
     def _unknown(self, name: str) -> UnknownEntryError:
         """Return the error about an entry that does not exist, which says whether the entry is parked."""
-        text, left = f"there is no entry {name!r} under {self.keys.prefix}", self._client.pttl(self.keys.parked(name))
-        if left > 0:
-            until = self._now() + timedelta(milliseconds=left)
+        text = f"there is no entry {name!r} under {self.keys.prefix}"
+        if (until := self.parked_until(name)) is not None:
             text += (
                 f": beat_schedule has dropped it: it is parked until {until:%Y-%m-%d %H:%M:%SZ}. If beat_schedule has "
                 "it again by then, it comes back with its past"
             )
         return UnknownEntryError(text)
+
+    def parked_until(self, name: str) -> datetime | None:
+        """Return until when an entry is kept that ``beat_schedule`` has dropped, None if it is not.
+
+        If it was stored again since then, as by a revert, the last record is another one.
+        """
+        left = self._client.pttl(self.keys.parked(name))
+        if left <= 0 or any(change.action != "park" for change in self.changes(name, 1)):
+            return None
+        return self._now() + timedelta(milliseconds=left)
 
     def _change_policy(
         self, name: str, wishes: Mapping[str, Any], *, action: str, note: str = "", ends_pause: bool = False

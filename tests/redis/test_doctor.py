@@ -676,7 +676,7 @@ class Unwell(schedule):
     ],
     ids=["a typo", "an argument", "a schedule"],
 )
-def test_a_definition_that_a_deploy_could_not_store_is_named(bench, findings, logged, wrong, why):
+def test_a_definition_that_a_deploy_could_not_store_is_named(bench, cli, findings, logged, wrong, why):
     bench.conf["beat_schedule"] = {"mine": {"task": f"{APP}.plain", "schedule": 60.0}}
     before = bench.scheduler()
     before.tick()
@@ -691,6 +691,7 @@ def test_a_definition_that_a_deploy_could_not_store_is_named(bench, findings, lo
 
     measured(text)
     assert (level, why in text) == ("problem", True), text
+    assert f"{text[0].upper()}{text[1:]}" in cli("explain", "mine", app=deployed.app).output
 
 
 def test_a_change_of_an_entry_of_beat_schedule_is_named_until_the_next_term(bench, cli, findings):
@@ -709,3 +710,50 @@ def test_a_change_of_an_entry_of_beat_schedule_is_named_until_the_next_term(benc
     assert level == "fine"
     assert re.fullmatch(r"\S+@\S+ has changed it at .*Z: the next term stores it as beat_schedule gives it", text)
     assert findings("entry mine", app=first.app) == []
+
+
+def test_a_spoilt_entry_of_beat_schedule_is_healed_by_the_next_term(bench, cli, findings):
+    bench.conf["beat_schedule"] = {"mine": {"task": f"{APP}.plain", "schedule": 60.0}}
+    beat = bench.scheduler()
+    beat.tick()
+    bench.put("other")
+    for name in ("mine", "other"):
+        bench.redis.hset(f"redbeat:{name}", "definition", "{")
+    unseen = cli("explain", "mine", app=beat.app).output
+    bench.redis.zadd("redbeat::schedule", {"redbeat:mine": 0, "redbeat:other": 0})
+    beat.tick()
+
+    text, other = (cli("explain", name, app=beat.app).output for name in ("mine", "other"))
+    advised = findings("entry mine", app=beat.app)
+    beat.close()
+    bench.scheduler().tick()
+
+    measured(text)
+    heals = "It is in beat_schedule: the next term tries to store it as it is given there: celery singlebeat resign"
+    assert "It is unusable" in unseen
+    assert heals in unseen
+    assert "It is quarantined" in text
+    assert heals in text
+    assert "It is quarantined" in other
+    assert heals not in other
+    assert ("problem", f"{heals[0].lower()}{heals[1:]}") in advised
+    assert "one of before runs" not in str(advised)
+    assert "mine" not in ScheduleStatus.of(bench.app).quarantine
+
+
+def test_a_place_without_a_definition_is_not_said_to_be_removed(bench, cli):
+    bench.redis.hset("redbeat:never", "foo", "1")
+    bench.put("was there", ago=timedelta(), run_on_start=True)
+    bench.redis.zadd("redbeat::schedule", {"redbeat:never": 0, "redbeat:was there": 0})
+    bench.make_due("was there")
+    bench.tick()
+    bench.redis.delete("redbeat:was there", "redbeat::changes")
+    bench.redis.zadd("redbeat::schedule", {"redbeat:was there": 0})
+    bench.tick()
+
+    never, removed = cli("explain", "never").output, cli("explain", "was there").output
+
+    measured(never)
+    assert "It is not stored. Another program has given it a place in the schedule without a definition, or " in never
+    assert "Another program has removed it" not in never
+    assert "It is not stored. Another program has removed it; its last record is of " in removed
