@@ -208,6 +208,8 @@ def _leadership(facts: Facts) -> Iterator[str]:
         yield f"{_sentence(facts.state.leader_silent)}."
     elif facts.state.overdue:
         yield f"Beat is behind: {facts.state.overdue_entries}. {SEE_LOG}."
+    if facts.state.lost:
+        yield _sentence(facts.state.lost)
 
 
 def _refusals(facts: Facts) -> Iterator[str]:

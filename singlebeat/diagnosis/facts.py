@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -38,10 +39,20 @@ if TYPE_CHECKING:
 
     from ..beat.delivery import Delivery
     from ..beat.entries.entry import Entry
+    from ..beat.store.changes import Change
     from ..beat.store.history import End, Record
     from ..clients import RedisClient
 
-__all__ = ("AGAIN", "facts_of", "read_entry", "statics_here", "why_gone", "why_outdated")
+__all__ = (
+    "AGAIN",
+    "facts_of",
+    "paused_by",
+    "pauses_recorded",
+    "read_entry",
+    "statics_here",
+    "why_gone",
+    "why_outdated",
+)
 
 #: Seconds after which a command checks a state again that may be transient.
 AGAIN = 1.0
@@ -277,11 +288,30 @@ def _end_of(entries: Schedule, skipped: Record) -> End | None:
     return next((record.end for record in records if record.task_id == skipped.holder), None)
 
 
+def pauses_recorded(entries: Schedule, name: str | None = None) -> Mapping[str, Sequence[Change]]:
+    """Return the last changes that have paused or resumed an entry, or all entries, by entry, latest first."""
+    found: dict[str, list[Change]] = defaultdict(list)
+    for change in entries.changes(name, EXPLAINED if name is None else ENDS_READ):
+        if "paused" in change.differences:
+            found[change.entry].append(change)
+    return found
+
+
+def paused_by(changes: Sequence[Change], at: datetime | None = None) -> str:
+    """Return since when an entry is paused, and by whom; empty if that is not recorded.
+
+    Args:
+        changes: those that have paused or resumed the entry, latest first.
+        at: a moment at which it was paused; None: now.
+    """
+    change = next((change for change in changes if at is None or change.at <= at), None)
+    return f"since {change.at:%Y-%m-%d %H:%M:%SZ} by {change.actor or 'another program'}" if change is not None else ""
+
+
 def _paused_by(entries: Schedule, entry: Entry) -> str:
     """Return since when an entry is paused, and by whom; empty if that is not recorded."""
-    changes = entries.changes(entry.name, ENDS_READ)
-    change = next((change for change in changes if "paused" in change.differences), None)
-    return f" since {change.at:%Y-%m-%d %H:%M:%SZ} by {change.actor or 'another program'}" if change is not None else ""
+    by = paused_by(pauses_recorded(entries, entry.name).get(entry.name, ()))
+    return by and f" {by}"
 
 
 def _silence(app: Celery, entry: Entry, records: Sequence[Record], workers: Workers | None) -> str:

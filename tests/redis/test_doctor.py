@@ -297,6 +297,56 @@ def test_tools_say_who_has_paused_or_deleted_an_entry(findings, cli, bench):
     assert ann.get("away").name == "away"
 
 
+def test_entries_that_are_off_by_name_are_counted_and_told_with_the_author(findings, cli, bench):
+    now = datetime.now(UTC)
+    for name in ("on", "held", "noted", "off"):
+        bench.put(name, tags=["t"])
+    assert "off  " not in cli("status").output
+    ann = Schedule(bench.app, actor="ann")
+    ann.pause("held")
+    ann.pause("noted", note="INC-7")
+    cli("edit", "off", "--disable")
+    ann.pause_many(tag="t")
+
+    found, told = findings("entries"), cli("status").output
+    listed_, active = cli("list", "--state", "paused").output, cli("list").output
+
+    assert ("fine", "1 entry is disabled: off (celery singlebeat list --state disabled)") in found
+    assert (
+        "\noff         2 entries are paused by name (celery singlebeat list --state paused), 1 entry is disabled "
+        "(celery singlebeat list --state disabled)\n"
+    ) in told
+    since = f"{now:%Y-%m-%d} ..:..:..Z"
+    assert re.search(f"^held: paused since {since} by ann$", listed_, re.MULTILINE)
+    assert re.search(rf"^noted: paused since {since} by ann \(INC-7\)$", listed_, re.MULTILINE)
+    assert "by ann (INC-7)" not in active
+    ann.resume_many(tag="t")
+    bench.tick()
+    rows = cli("history").output
+    measured(rows)
+    assert re.search(f" paused +since {since} by ann$", rows, re.MULTILINE)
+    assert re.search(r" paused +INC-7$", rows, re.MULTILINE)
+    assert re.search(r" paused +disabled$", rows, re.MULTILINE)
+    cli("resume", "held")
+    assert re.search(f" paused +since {since} by ann$", cli("history", "held").output, re.MULTILINE)
+
+
+def test_explain_and_history_say_that_the_schedule_was_lost(cli, bench):
+    bench.put()
+    bench.tick()
+    assert "lost" not in cli("explain", "e").output + cli("history", "e").output
+    bench.redis.set("redbeat::lost", f"{datetime.now(UTC) - HOUR:%Y-%m-%dT%H:%M:%S+00:00} it is gone")
+
+    lost = ScheduleStatus.of(bench.app).lost
+    explained, history = cli("explain", "e").output, cli("history", "e").output
+
+    measured(explained)
+    assert f"{lost[0].upper()}{lost[1:]}" in explained
+    assert f"runs may be missing here: {lost}" in history
+    assert f"runs may be missing here: {lost}" in cli("history").output
+    assert "missing" not in cli("history", "e", "-n", "1").output, "the last record is younger than the loss"
+
+
 def test_explain_accuses_no_worker_where_none_records_ends(cli, bench):
     """No worker was ever there: the messages wait in their queue."""
     bench.put()

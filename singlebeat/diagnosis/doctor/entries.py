@@ -73,11 +73,14 @@ def _is_idle(entries: Schedule, name: str, now: datetime) -> bool:
 
 
 def _pauses(schedule: Read) -> Iterator[Finding]:
-    """Name the paused entries, the pauses of many, and those that cannot be read."""
+    """Name the paused and the disabled entries, the pauses of many, and those that cannot be read."""
     if paused := [entry.name for entry in schedule.usable if entry.policy.paused]:
         which = f"{counted(len(paused), 'entry is', 'entries are')} paused by name: {listed(paused)}"
         text = f"{which} (celery singlebeat list --state paused)"
         yield Finding("fine", "entries", text)
+    if disabled := [entry.name for entry in schedule.usable if not entry.enabled]:
+        text = f"{counted(len(disabled), 'entry is', 'entries are')} disabled: {listed(disabled)}"
+        yield Finding("fine", "entries", f"{text} (celery singlebeat list --state disabled)")
     key = Keys.of(schedule.app).pauses
     for selector, why in islice(schedule.state.unreadable_pauses.items(), MOST_NAMED):
         if selector:  # else its key is not a hash, which another part says
