@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 #: Seconds that ``resign`` waits for the next leader.
 HANDOVER = 15.0
 
+#: Most entries of which ``status`` looks at each, to count those that are paused by name or disabled.
+MOST_COUNTED = 20_000
+
 
 @command("status")
 def status_(app: Celery, as_json: bool) -> None:
@@ -74,8 +77,12 @@ def status_(app: Celery, as_json: bool) -> None:
 def _pauses(app: Celery, state: ScheduleStatus) -> Iterator[str]:
     """Yield lines about the entries that are paused by name or disabled, and about pauses of many."""
     counts = (0, 0)
-    with suppress(ResponseError):  # doctor names what the server refuses, and keys of wrong types
-        counts = off_by_name(app)
+    if state.entries > MOST_COUNTED:
+        listed = "celery singlebeat list --state paused, or --state disabled"
+        yield f"off         not counted of more than {MOST_COUNTED} entries ({listed})"
+    else:
+        with suppress(ResponseError):  # doctor names what the server refuses, and keys of wrong types
+            counts = off_by_name(app)
     words = zip(("paused", "disabled"), (" by name", ""), counts, strict=True)
     off = [
         f"{counted(count, 'entry is', 'entries are')} {word}{how} (celery singlebeat list --state {word})"

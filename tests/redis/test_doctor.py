@@ -297,7 +297,7 @@ def test_tools_say_who_has_paused_or_deleted_an_entry(findings, cli, bench):
     assert ann.get("away").name == "away"
 
 
-def test_entries_that_are_off_by_name_are_counted_and_told_with_the_author(findings, cli, bench):
+def test_entries_that_are_off_by_name_are_counted_and_have_an_author(findings, cli, bench, monkeypatch):
     now = datetime.now(UTC)
     for name in ("on", "held", "noted", "off"):
         bench.put(name, tags=["t"])
@@ -329,6 +329,11 @@ def test_entries_that_are_off_by_name_are_counted_and_told_with_the_author(findi
     assert re.search(r" paused +disabled$", rows, re.MULTILINE)
     cli("resume", "held")
     assert re.search(f" paused +since {since} by ann$", cli("history", "held").output, re.MULTILINE)
+    bench.redis.delete("redbeat::owners")
+    bench.redis.rpush("redbeat::owners", "mine")
+    assert "\nquarantine  0\n" in cli("status").output, "a key that status does not need"
+    monkeypatch.setattr("singlebeat.cli.status.MOST_COUNTED", 3)
+    assert "\noff         not counted of more than 3 entries (" in cli("status").output
 
 
 def test_explain_and_history_say_that_the_schedule_was_lost(cli, bench):
@@ -744,7 +749,7 @@ def test_a_definition_that_a_deploy_could_not_store_is_named(bench, cli, finding
     assert f"{text[0].upper()}{text[1:]}" in cli("explain", "mine", app=deployed.app).output
 
 
-def test_a_change_of_an_entry_of_beat_schedule_is_named_until_the_next_term(bench, cli, findings):
+def test_a_change_of_an_entry_from_the_code_is_named_until_the_next_term(bench, cli, findings):
     bench.conf["beat_schedule"] = {"mine": {"task": f"{APP}.plain", "schedule": 60.0}}
     first = bench.scheduler()
     first.tick()

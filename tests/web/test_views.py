@@ -216,7 +216,7 @@ def test_a_change_is_shown_with_its_author_and_reverted(page, entries):
     assert not entries.get("e").policy.paused
 
 
-def test_a_revert_of_a_removed_entry_is_said_to_lead_to_after_the_change(page, entries, redis):
+def test_a_revert_of_a_removed_entry_leads_to_after_its_last_change(page, entries, redis):
     entries.pause("e")
     redis.delete("redbeat:e")
     (change, *_) = entries.changes("e")
