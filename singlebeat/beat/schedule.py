@@ -14,7 +14,7 @@ from itertools import chain, dropwhile, islice, takewhile
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Unpack, overload
 from uuid import uuid4
 
-from ..connections import schedule_client
+from ..connections import ResponseError, schedule_client
 from ..errors import ConflictError, EntryError, UnknownEntryError
 from ..log import Log
 from ..lua import script
@@ -246,10 +246,14 @@ class Schedule:
 
     def foreign_key(self, name: str) -> tuple[str, str] | None:
         """Return the key of a deleted entry and the type of the key, if another program holds it; else None."""
-        key = self.keys.named(name)
-        fields, kind = read_fields(self._client, [key])[0], str(self._client.type(key))
+        key, kind = self.keys.named(name), "key"
+        fields = read_fields(self._client, [key])[0]
         is_entry = not isinstance(fields, str) and any(fields)  # another process has stored it again
-        return None if is_entry or kind == "none" else (key, kind)
+        if is_entry or not self._client.exists(key):
+            return None
+        with suppress(ResponseError):  # the server may refuse its user that command
+            kind = str(self._client.type(key))
+        return key, kind
 
     def pause(self, name: str, note: str = "") -> None:
         """Let an entry's times pass without a run.
