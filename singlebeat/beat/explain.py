@@ -140,6 +140,7 @@ class Facts:
     holder_end: End | None = None  #: how the run ended that kept the last run from being sent
     paused_by: str = ""  #: who has paused it, and when, as far as that is recorded
     other_apps: Sequence[str] = ()  #: the apps that have installed it, if this app has not; none if no app has
+    outdated: str = ""  #: that it is stored otherwise than ``beat_schedule`` gives it; empty if not, or if unknown
 
 
 def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
@@ -149,21 +150,7 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
         at: explain the occurrence at or before this moment; by default the last one.
     """
     quarantined = facts.state.quarantine.get(facts.name)
-    if quarantined is not None:
-        yield f"It is quarantined and does not run, since {quarantined['since']}: {quarantined['reason'].rstrip('.')}."
-        delete = f"celery singlebeat delete {shlex.quote(facts.name)}"
-        if facts.is_possible and facts.gone:
-            yield (
-                f"{facts.gone}. If it comes from beat_schedule, the next term installs it: celery singlebeat resign. "
-                f"To delete what is left of it: {delete}"
-            )
-        elif facts.is_possible:
-            yield (
-                "Correct the entry: a beat checks it again in every tick and runs it then. It is never deleted by "
-                f"itself; to delete it: {delete}"
-            )
-    elif facts.unusable:
-        yield f"It is unusable: {facts.unusable.rstrip('.')}. {_sentence(QUARANTINED_LATER)}."
+    yield from _unusable(facts)
     yield from _leadership(facts)
     yield from _refusals(facts)
     if at is None:
@@ -183,6 +170,28 @@ def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
         yield from _task(facts, facts.entry)
         if at is None and quarantined is None and not facts.unusable:
             yield from _outlook(facts, facts.entry)
+
+
+def _unusable(facts: Facts) -> Iterator[str]:
+    """Say why beat cannot use the entry, and whether it is stored otherwise than ``beat_schedule`` gives it."""
+    quarantined = facts.state.quarantine.get(facts.name)
+    if quarantined is not None:
+        yield f"It is quarantined and does not run, since {quarantined['since']}: {quarantined['reason'].rstrip('.')}."
+        delete = f"celery singlebeat delete {shlex.quote(facts.name)}"
+        if facts.is_possible and facts.gone:
+            yield (
+                f"{facts.gone}. If it comes from beat_schedule, the next term installs it: celery singlebeat resign. "
+                f"To delete what is left of it: {delete}"
+            )
+        elif facts.is_possible:
+            yield (
+                "Correct the entry: a beat checks it again in every tick and runs it then. It is never deleted by "
+                f"itself; to delete it: {delete}"
+            )
+    elif facts.unusable:
+        yield f"It is unusable: {facts.unusable.rstrip('.')}. {_sentence(QUARANTINED_LATER)}."
+    if facts.outdated:
+        yield _sentence(facts.outdated)
 
 
 def _whose(facts: Facts, refused: str) -> str:
@@ -221,6 +230,8 @@ def _leadership(facts: Facts) -> Iterator[str]:
     elif facts.state.overdue:
         see = "" if facts.broker_away else f" {SEE_LOG}."  # the broker may be why
         yield f"Beat is behind: {facts.state.overdue_entries}.{see}"
+    if facts.state.lost:
+        yield _sentence(facts.state.lost)
 
 
 def _refusals(facts: Facts) -> Iterator[str]:
@@ -479,43 +490,43 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
         yield f"Task {task_id} has ended ({facts.holder_end.outcome}), and its lock was left. {_sentence(why)}"
     elif lock.unusable:
         yield f"Task {task_id} holds the lock. {_sentence(lock.unusable)}"
-    elif lock.seems_abandoned and facts.locks_frozen:
-        yield (
-            f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}: no worker can renew or free "
-            "it while its server refuses to write, so whether its worker lives is not known."
+    else:
+        yield f"Task {task_id} {_of_a_started(facts, lock, task_id)}"
+
+
+def _of_a_started(facts: Facts, lock: HeldLock, task_id: str) -> str:
+    """Return what is known of a task that has started, and of which no worker says that it runs."""
+    since = f"holds the lock, which was last renewed {lock.last_renewed}"
+    if lock.seems_abandoned and facts.locks_frozen:
+        return (
+            f"{since}: no worker can renew or free it while its server refuses to write, so whether its worker lives "
+            "is not known."
         )
-    elif lock.seems_abandoned and facts.running is not None:
+    if lock.seems_abandoned and facts.running is not None:
         left = f"in {lock.left:.0f} s" if lock.left is not None else "soon"
-        yield (
-            f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}, and no worker that answers "
-            f"runs it: {lock.left_by(facts.answering, facts.last_seen)}. The lock ends by itself {left}. To free it "
-            "now, first make sure that its process is gone, because the run of a process that hangs would go on beside "
+        return (
+            f"{since}, and no worker that answers runs it: {lock.left_by(facts.answering, facts.last_seen)}. The lock "
+            f"ends by itself {left}. To free it now, first make sure that its process is gone, because the run of a process that hangs would go on beside "
             f"the next run: celery singlebeat unlock {shlex.quote(task_id)}"
         )
-    elif lock.is_ahead and facts.running is not None:
-        yield (
-            f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}, and no worker that answers "
-            f"runs it. If its worker has died, the lock ends by itself within {lock.lease:.0f} s of the next call that "
-            "meets it."
+    if lock.is_ahead and facts.running is not None:
+        return (
+            f"{since}, and no worker that answers runs it. If its worker has died, the lock ends by itself within "
+            f"{lock.lease:.0f} s of the next call that meets it."
         )
-    elif lock.worker in facts.answering:
-        yield (
-            f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}. That worker answers, and did "
-            "not run it when it was asked: the run began or ended just then, or the worker was started again since "
-            f"the renewal. Ask again to know more. If it is over, the lock ends by itself within {lock.lease:.0f} s."
+    if lock.worker in facts.answering:
+        return (
+            f"{since}. That worker answers, and did not run it when it was asked: the run began or ended just then, "
+            "or the worker was started again since the renewal. Ask again to know more. If it is over, the lock ends by itself within {lock.lease:.0f} s."
         )
-    elif facts.running is not None:
-        yield (
-            f"Task {task_id} runs, as far as is known: its lock was renewed {lock.last_renewed}, so its worker lived "
+    if facts.running is not None:
+        return (
+            f"runs, as far as is known: its lock was renewed {lock.last_renewed}, so its worker lived "
             "then. That worker did not answer in time: it or its host is busy, it shuts down and ends its last tasks, "
             "or it has died since then. Ask again to know more. If it has died, the lock ends by itself within "
             f"{lock.lease:.0f} s."
         )
-    else:
-        yield (
-            f"Task {task_id} holds the lock, which was last renewed {lock.last_renewed}; the workers could not be "
-            "asked whether it runs."
-        )
+    return f"{since}; the workers could not be asked whether it runs."
 
 
 def _queued(facts: Facts, task_id: str) -> Iterator[str]:

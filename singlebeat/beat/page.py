@@ -19,7 +19,7 @@ from ..lua import script
 from . import store
 from .entries.entry import Entry
 from .entries.fields import BATCH, read_fields
-from .entries.pauses import read_pauses
+from .entries.pauses import NO_PAUSES, read_pauses
 from .entries.salvage import Salvage
 from .entries.state import State, outlook
 from .keys import Keys
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .entries.pauses import Pause
     from .store.history import End, Record
 
-__all__ = ("LARGEST", "Page", "Query", "Row", "Sort", "rows_of")
+__all__ = ("LARGEST", "Page", "Query", "Row", "Sort", "off_by_name", "rows_of")
 
 #: The orders of a page.
 Sort = Literal["next", "name", "last", "lateness"]
@@ -177,6 +177,16 @@ class Page:
 def rows_of(app: Celery, query: Query) -> Iterator[Row]:
     """Yield all entries that meet the conditions of a query, in its order."""
     return (row for _, row in _Reader(app, query).rows(None, None) if row is not None)
+
+
+def off_by_name(app: Celery) -> tuple[int, int]:
+    """Return how many entries are paused by themselves, not with many, and how many are disabled."""
+    counts = []
+    for state in (State.PAUSED, State.DISABLED):
+        reader = _Reader(app, Query(state=state))
+        reader.pauses = NO_PAUSES
+        counts.append(sum(row is not None for _, row in reader.rows(None, None)))
+    return counts[0], counts[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from itertools import chain, dropwhile, islice, takewhile
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Unpack, overload
 from uuid import uuid4
 
-from ..connections import schedule_client
+from ..connections import ResponseError, schedule_client
 from ..errors import ConflictError, EntryError, UnknownEntryError
 from ..log import Log
 from ..lua import script
@@ -102,6 +102,11 @@ def _before(changes: Sequence[Change], at: int, field: str, now: str) -> str:
 def _after(changes: Sequence[Change], field: str) -> str:
     """Return a field of an entry as it was after the last change; empty if it was absent, or if that is not known."""
     return next((change.after[field] for change in changes if field in change.after), "")
+
+
+def _is_removed(stored: StoredFields, last: Change) -> bool:
+    """Return whether another program has removed an entry: it is not stored, and its last change says nothing of it."""
+    return not isinstance(stored, str) and not stored[0] and last.action not in {"delete", "park"}
 
 
 def _past(changes: Sequence[Change], at: int) -> Mapping[str, str]:
@@ -238,6 +243,17 @@ class Schedule:
         """
         read = None if found is None else (found.texts["definition"], found.texts["policy"])
         return Entry(name, app=self.app).delete_by(self.author, read)
+
+    def foreign_key(self, name: str) -> tuple[str, str] | None:
+        """Return the key of a deleted entry and the type of the key, if another program holds it; else None."""
+        key, kind = self.keys.named(name), "key"
+        fields = read_fields(self._client, [key])[0]
+        is_entry = not isinstance(fields, str) and any(fields)  # another process has stored it again
+        if is_entry or not self._client.exists(key):
+            return None
+        with suppress(ResponseError):  # the server may refuse its user that command
+            kind = str(self._client.type(key))
+        return key, kind
 
     def pause(self, name: str, note: str = "") -> None:
         """Let an entry's times pass without a run.
@@ -567,7 +583,8 @@ class Schedule:
         definition, policy = (
             _before(changes, at, field, now or "") for field, now in (("definition", stored[0]), ("policy", stored[2]))
         )
-        if not stored[0] and at == 0 and changes[0].action not in {"delete", "park"}:  # another program has removed it
+        is_after = at == 0 and _is_removed(stored, changes[0])
+        if is_after:
             definition, policy = (_after(changes, field) for field in ("definition", "policy"))
         if not definition:
             raise EntryError(f"change {to!r} has added entry {name!r}, so there is no entry to go back to: delete it")
@@ -576,11 +593,19 @@ class Schedule:
         if not stored[0]:  # the times that have passed are not made up for
             entry = entry.with_past(replace(entry.meta, since=self._now()))
         entry.version = stored[0] or "", stored[2] or ""
-        saved = self._save(entry, action="revert", note=f"to before {to}")
+        saved = self._save(entry, action="revert", note=f"to {'after' if is_after else 'before'} {to}")
         with suppress(EntryError):  # it cannot be read, so it could not be sent
             if unsent := past.get("pending"):
                 self._propose(name, Occurrence.decode(unsent), 10.0)
         return saved
+
+    def reverts_to_after(self, name: str, to: str) -> bool:
+        """Return whether a revert lets an entry be as it was after a change, and not before it.
+
+        So it is if another program has removed the entry, and the change is the last one.
+        """
+        stored, last = read_fields(self._client, [self.keys.named(name)])[0], next(iter(self.changes(name, 1)), None)
+        return last is not None and last.id == to and _is_removed(stored, last)
 
     def histories(self, names: Collection[str], count: int = 30) -> Mapping[str, Sequence[Record]]:
         """Return the last decisions about each of some entries, latest first, with the ends of their runs.
@@ -605,14 +630,23 @@ class Schedule:
 
     def _unknown(self, name: str) -> UnknownEntryError:
         """Return the error about an entry that does not exist, which says whether the entry is parked."""
-        text, left = f"there is no entry {name!r} under {self.keys.prefix}", self._client.pttl(self.keys.parked(name))
-        if left > 0:
-            until = self._now() + timedelta(milliseconds=left)
+        text = f"there is no entry {name!r} under {self.keys.prefix}"
+        if (until := self.parked_until(name)) is not None:
             text += (
                 f": beat_schedule has dropped it: it is parked until {until:%Y-%m-%d %H:%M:%SZ}. If beat_schedule has "
                 "it again by then, it comes back with its past"
             )
         return UnknownEntryError(text)
+
+    def parked_until(self, name: str) -> datetime | None:
+        """Return until when an entry is kept that ``beat_schedule`` has dropped, None if it is not.
+
+        If it was stored again since then, as by a revert, the last record is another one.
+        """
+        left = self._client.pttl(self.keys.parked(name))
+        if left <= 0 or any(change.action != "park" for change in self.changes(name, 1)):
+            return None
+        return self._now() + timedelta(milliseconds=left)
 
     def _change_policy(
         self, name: str, wishes: Mapping[str, Any], *, action: str, note: str = "", ends_pause: bool = False

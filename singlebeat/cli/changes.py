@@ -73,7 +73,7 @@ def changes_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
 @command(
     "revert",
     click.argument("name"),
-    click.option("--to", "change", required=True, help="Id of the change before which the entry was as you want it."),
+    click.option("--to", "change", required=True, help="Id of the change to undo, with all later ones."),
 )
 def revert_(app: Celery, as_json: bool, name: str, change: str) -> None:
     """Let an entry be again as it was before a change: undo that change and all later ones.
@@ -82,6 +82,8 @@ def revert_(app: Celery, as_json: bool, name: str, change: str) -> None:
     deletion. An entry that another program has removed comes back by the id of its last change, as it was after that.
     A revert is a change, too, and can be undone by its own id. The command changes lists the ids.
     """
-    Schedule(app, by="cli").revert(name, change)
+    entries = Schedule(app, by="cli")
+    side = "after" if entries.reverts_to_after(name, change) else "before"
+    entries.revert(name, change)
     back = comes_back(app, name, "replaces these values")
-    done(as_json, f"{name}: as it was before change {change}{back}", name=name, before=change)
+    done(as_json, f"{name}: as it was {side} change {change}{back}", **{"name": name, side: change})

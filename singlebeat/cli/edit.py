@@ -14,11 +14,9 @@ import click
 from celery.schedules import crontab, schedule
 
 from ..beat.entries.entry import NOTHING, Entry
-from ..beat.entries.fields import read_fields
 from ..beat.entries.policy import EntryPolicy
 from ..beat.entries.schedule_json import why_no_crontab
 from ..beat.entries.statics import OPERATORS
-from ..beat.keys import Keys
 from ..beat.schedule import Schedule
 from ..beat.server_time import server_now
 from ..beat.status import ScheduleStatus
@@ -246,7 +244,7 @@ def delete_(app: Celery, as_json: bool, name: str) -> None:
     if not _entries(app).delete(name):
         fail(f"there is no entry {name!r}")
     back = comes_back(app, name, "brings it back")
-    if left := _foreign_key(app, name):
+    if left := Schedule(app).foreign_key(name):
         key, kind = left
         text = (
             f"{name}: its place in the schedule and its quarantine are removed{back}. Its key {key} stays, for it is a "
@@ -255,14 +253,6 @@ def delete_(app: Celery, as_json: bool, name: str) -> None:
         done(as_json, text, name=name, deleted=True, left=key)
         return
     done(as_json, f"{name}: deleted{back}", name=name, deleted=True)
-
-
-def _foreign_key(app: Celery, name: str) -> tuple[str, str] | None:
-    """Return the key of a deleted entry and the type of the key, if another program holds it; else None."""
-    key, client = Keys.of(app).named(name), schedule_client(app)
-    fields, kind = read_fields(client, [key])[0], str(client.type(key))
-    is_entry = not isinstance(fields, str) and any(fields)  # another process has stored it again
-    return None if is_entry or kind == "none" else (key, kind)
 
 
 #: The options that choose many entries instead of one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import islice
@@ -21,7 +21,7 @@ from ..beat.page import Query, Sort, rows_of
 from ..beat.schedule import Schedule
 from ..beat.status import QUARANTINED_LATER, REDBEAT_LEADS, ScheduleStatus, pending_occurrences
 from ..connections import schedule_client
-from ..diagnosis.facts import AGAIN, why_gone
+from ..diagnosis.facts import AGAIN, paused_by, pauses_recorded, why_gone
 from ..diagnosis.leader import refusal
 from ..errors import EntryError, UnknownEntryError
 from ..masking import masked, masked_arguments, masked_text
@@ -183,6 +183,8 @@ def list_(
         begins = "NEXT and STATE hold for singlebeat, but " if state_of_all.redbeat_leads else ""
         click.echo(marked(f"{begins}{warning}", "warning"))
     _show_warnings(map(str, state_of_all.pauses))
+    if state == State.PAUSED:
+        _show_warnings(_pauses(entries, [entry for _, entry in rows.values() if entry.policy.paused]))
     for name, record in quarantine.items():
         click.echo(marked(f"{name}: quarantined: {record['reason']}", "problem"))
     for name, why in unusable.items():
@@ -193,6 +195,15 @@ def list_(
     for name, place in late.items():
         if place.level != "fine":
             click.echo(marked(f"{name}: {place}", place.level))
+
+
+def _pauses(entries: Schedule, paused: Sequence[Entry]) -> Iterator[str]:
+    """Yield since when each paused entry is paused, by whom, and why."""
+    recorded = pauses_recorded(entries) if paused else {}
+    for entry in paused:
+        by = paused_by(recorded.get(entry.name, ()))
+        parts = ("paused", by, f"({entry.policy.note})" if entry.policy.note else "")
+        yield f"{entry.name}: {' '.join(filter(None, parts))}"
 
 
 def _show_warnings(texts: Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -9,15 +10,18 @@ from typing import TYPE_CHECKING
 import click
 
 from ..beat.explain import explain
+from ..beat.keys import Keys
 from ..beat.schedule import Schedule
 from ..beat.status import ScheduleStatus
 from ..beat.store.probe import HISTORY, schedule_refusal
-from ..connections import schedule_place
-from ..diagnosis.facts import facts_of, read_entry
+from ..connections import schedule_client, schedule_place
+from ..diagnosis.facts import facts_of, paused_by, pauses_recorded, read_entry
 from .output import command, marked, moment, parse_instant, printable, show_json, table
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from ..beat.store.history import Record
 
 
 @command(
@@ -36,19 +40,32 @@ def history_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
     records = entries.history(name, count)
     if name is not None and not records:
         read_entry(entries, name, ScheduleStatus.of(app))  # raises if there is no entry of this name
+    if lost := _lost(app, records, count):
+        click.echo(marked(f"runs may be missing here: {lost}", "warning"), err=True)
     if refused := schedule_refusal(app, needs=HISTORY):
         text = f"runs may be missing here: the schedule's server {schedule_place(app)}: {refused}"
         click.echo(marked(text, "problem"), err=True)
     if as_json:
         show_json([asdict(record) for record in records])
         return
-    rows = []
+    rows, is_open = [], any(record.decision == "paused" and not record.reason for record in records)
+    pauses = pauses_recorded(entries, name) if is_open else {}
     for record in records:
         end = record.end
         took = f" {end.duration:.1f} s" if end and end.duration is not None else ""
         outcome = f"{end.outcome}{took}" if end else record.reason
+        if record.decision == "paused" and not record.reason:
+            outcome = paused_by(pauses.get(record.entry, ()), record.at)
         rows.append((record.entry, moment(record.nominal), record.decision, outcome or "-"))
     table(("ENTRY", "FOR", "DECISION", "END, OR WHY"), rows)
+
+
+def _lost(app: Celery, records: Sequence[Record], count: int) -> str:
+    """Return what the server has lost, if records that were asked for may be among that; else an empty string."""
+    at = (schedule_client(app).get(Keys.of(app).lost) or "").partition(" ")[0]
+    if not at or (len(records) >= count and records[-1].at.isoformat() > at):
+        return ""
+    return ScheduleStatus.of(app, names=False).lost
 
 
 @command(

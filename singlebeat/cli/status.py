@@ -5,22 +5,30 @@ from __future__ import annotations
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 
 from ..beat.leadership.lease import resign
-from ..beat.status import MAX_LAG, ScheduleStatus
+from ..beat.page import off_by_name
+from ..beat.status import MAX_LAG, ScheduleStatus, counted
 from ..beat.store.probe import lock_trouble, refuses_writes, ticks_refusal
+from ..connections import ResponseError
 from ..diagnosis.leader import who
 from .output import UNANSWERED, Seconds, command, fail, marked, printable, show_json
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from celery import Celery
 
 #: Seconds that ``resign`` waits for the next leader.
 HANDOVER = 15.0
+
+#: Most entries of which ``status`` looks at each, to count those that are paused by name or disabled.
+MOST_COUNTED = 20_000
 
 
 @command("status")
@@ -70,13 +78,34 @@ def status_(app: Celery, as_json: bool) -> None:
     waits = waits or f", claimed and not yet sent: if they stay, {why}"
     late = f", the first late by {state.pending_lag:.0f} s" if state.pending_lag else ""
     click.echo(f"pending     {state.pending}{late}" + (waits if state.pending else ""))
-    for pause in state.pauses:
-        click.echo(marked(f"pause       {pause}", "warning"))
-    for selector, why in state.unreadable_pauses.items():
-        click.echo(marked(f"pause       {selector}: {why}", "problem"))
+    for line in _pauses(app, state):
+        click.echo(line)
     click.echo(f"quarantine  {len(state.quarantine)}")
     for name, record in state.quarantine.items():
         click.echo(marked(f"  {name}: {record['reason']}", "problem"))
+
+
+def _pauses(app: Celery, state: ScheduleStatus) -> Iterator[str]:
+    """Yield lines about the entries that are paused by name or disabled, and about pauses of many."""
+    counts = (0, 0)
+    if state.entries > MOST_COUNTED:
+        listed = "celery singlebeat list --state paused, or --state disabled"
+        yield f"off         not counted of more than {MOST_COUNTED} entries ({listed})"
+    else:
+        with suppress(ResponseError):  # doctor names what the server refuses, and keys of wrong types
+            counts = off_by_name(app)
+    words = zip(("paused", "disabled"), (" by name", ""), counts, strict=True)
+    off = [
+        f"{counted(count, 'entry is', 'entries are')} {word}{how} (celery singlebeat list --state {word})"
+        for word, how, count in words
+        if count
+    ]
+    if off:
+        yield f"off         {', '.join(off)}"
+    for pause in state.pauses:
+        yield marked(f"pause       {pause}", "warning")
+    for selector, why in state.unreadable_pauses.items():
+        yield marked(f"pause       {selector}: {why}", "problem")
 
 
 @command(

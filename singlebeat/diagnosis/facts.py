@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..beat.delivery import queue_of
 from ..beat.entries.fields import read_fields
 from ..beat.entries.occurrence import Occurrence
-from ..beat.entries.statics import Statics, owner_of
+from ..beat.entries.statics import OPERATORS, Statics, owner_of, signature_of
 from ..beat.explain import Facts, HeldLock, record_at
 from ..beat.keys import Keys
 from ..beat.late_places import late_places
@@ -56,10 +57,20 @@ if TYPE_CHECKING:
     from ..beat.delivery import Delivery
     from ..beat.entries.entry import Entry
     from ..beat.lost_messages import Found
+    from ..beat.store.changes import Change
     from ..beat.store.history import End, Record
     from ..clients import RedisClient
 
-__all__ = ("AGAIN", "facts_of", "read_entry", "why_gone")
+__all__ = (
+    "AGAIN",
+    "facts_of",
+    "paused_by",
+    "pauses_recorded",
+    "read_entry",
+    "statics_here",
+    "why_gone",
+    "why_outdated",
+)
 
 #: Seconds after which a command checks a state again that may be transient.
 AGAIN = 1.0
@@ -91,11 +102,14 @@ def why_gone(entries: Schedule, name: str) -> str:
     """Return who has deleted an entry, and how to bring it back; empty if no record names the entry."""
     change = next(iter(entries.changes(name, 1)), None)
     if change is None:
-        record = next(iter(entries.history(name, 1)), None)
-        last = (
-            f". Another program has removed it; its last record is of {record.at:%Y-%m-%d %H:%M:%SZ}" if record else ""
-        )
-        return last and f"{last} (celery singlebeat history {shlex.quote(name)})"
+        records = entries.history(name, ENDS_READ)
+        if not records or entries.parked_until(name) is not None:
+            return ""
+        what = "has removed it"
+        if all(record.decision == "quarantined" for record in records):  # beat has never read a definition of it
+            what = "has given it a place in the schedule without a definition, or has removed it"
+        last = f"its last record is of {records[0].at:%Y-%m-%d %H:%M:%SZ}"
+        return f". Another program {what}; {last} (celery singlebeat history {shlex.quote(name)})"
     back = f"celery singlebeat revert {shlex.quote(name)} --to {change.id}"
     at = f"{change.at:%Y-%m-%d %H:%M:%SZ}"
     if change.action == "delete":
@@ -103,6 +117,53 @@ def why_gone(entries: Schedule, name: str) -> str:
     if change.action == "park":
         return ""
     return f". Another program has removed it; its last record is of {at} ({change.action}). To bring it back: {back}"
+
+
+def why_outdated(entries: Schedule, name: str, why: str, *, is_unusable: bool) -> tuple[str, str]:
+    """Return the level and the text of a finding: an entry is stored otherwise than ``beat_schedule`` gives it.
+
+    Args:
+        why: it cannot be stored as it is given; empty if it can.
+        is_unusable: beat cannot use it as it is stored.
+    """
+    runs = "" if is_unusable else ", so the one of before runs"
+    changes = (each for each in entries.changes(name, ENDS_READ) if set(each.differences).difference(OPERATORS))
+    change = next(changes, None)
+    if why:
+        return "problem", f"its definition in beat_schedule cannot be stored{runs}: {why}"
+    if is_unusable:
+        text = "it is in beat_schedule: the next term tries to store it as it is given there: celery singlebeat resign"
+        return "problem", text
+    if change is None or change.by == "beat_schedule":
+        return "problem", (
+            f"its definition in beat_schedule was not stored{runs}: the log of beat says why (not_added). Beat "
+            "tries it again every minute"
+        )
+    text = f"{change.actor or 'another program'} has changed it at {change.at:%Y-%m-%d %H:%M:%SZ}"
+    return "fine", f"{text}: the next term stores it as beat_schedule gives it"
+
+
+def statics_here(app: Celery) -> str:
+    """Return the number and the digest of the entries in the code of this process; empty if it has none."""
+    try:
+        app.loader.import_default_modules()  # as beat does: a module of tasks may add entries
+        app.finalize()
+    except Exception:  # of a user's module
+        return ""
+    return signature_of(app)["statics"] if app.conf.beat_schedule else ""
+
+
+def _outdated(app: Celery, name: str, state: ScheduleStatus, *, is_unusable: bool) -> str:
+    """Return that an entry is stored otherwise than ``beat_schedule`` gives it; empty if not, or if that is not known.
+
+    It is not known if the code of this process is not that of the beats of its app.
+    """
+    statics = Statics(app, schedule_client(app))
+    found = next(statics.outdated([name]), None)
+    theirs = {beat.get("statics", "") for beat, _ in state.beats if beat.get("app") == statics.owner}
+    if found is None or theirs != {statics_here(app)}:
+        return ""
+    return why_outdated(Schedule(app), *found, is_unusable=is_unusable)[1]
 
 
 def _why_missing(app: Celery, entries: Schedule, name: str, state: ScheduleStatus) -> str:
@@ -235,6 +296,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         holder_end=_end_of(entries, record) if record is not None else None,
         paused_by=_paused_by(entries, entry) if entry is not None and entry.policy.paused else "",
         other_apps=Statics(app, schedule_client(app)).foreign([name]).get(name, ()),
+        outdated=_outdated(app, name, state, is_unusable=bool(unusable) or name in state.quarantine),
     )
 
 
@@ -257,11 +319,30 @@ def _end_of(entries: Schedule, skipped: Record) -> End | None:
     return next((record.end for record in records if record.task_id == skipped.holder), None)
 
 
+def pauses_recorded(entries: Schedule, name: str | None = None) -> Mapping[str, Sequence[Change]]:
+    """Return the last changes that have paused or resumed an entry, or all entries, by entry, latest first."""
+    found: dict[str, list[Change]] = defaultdict(list)
+    for change in entries.changes(name, EXPLAINED if name is None else ENDS_READ):
+        if "paused" in change.differences:
+            found[change.entry].append(change)
+    return found
+
+
+def paused_by(changes: Sequence[Change], at: datetime | None = None) -> str:
+    """Return since when an entry is paused, and by whom; empty if that is not recorded.
+
+    Args:
+        changes: those that have paused or resumed the entry, latest first.
+        at: a moment at which it was paused; None: now.
+    """
+    change = next((change for change in changes if at is None or change.at <= at), None)
+    return f"since {change.at:%Y-%m-%d %H:%M:%SZ} by {change.actor or 'another program'}" if change is not None else ""
+
+
 def _paused_by(entries: Schedule, entry: Entry) -> str:
     """Return since when an entry is paused, and by whom; empty if that is not recorded."""
-    changes = entries.changes(entry.name, ENDS_READ)
-    change = next((change for change in changes if "paused" in change.differences), None)
-    return f" since {change.at:%Y-%m-%d %H:%M:%SZ} by {change.actor or 'another program'}" if change is not None else ""
+    by = paused_by(pauses_recorded(entries, entry.name).get(entry.name, ()))
+    return by and f" {by}"
 
 
 def _silence(app: Celery, entry: Entry, records: Sequence[Record], workers: Workers | None) -> str:

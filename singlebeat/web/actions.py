@@ -36,6 +36,7 @@ SAID = {
     "not_paused": "It was not paused.",
     "saved": "Saved: beats notice it within a second.",
     "deleted": "Deleted.",
+    "place_deleted": "Its place in the schedule and its quarantine are removed.",
     "freed": "The lock is free.",
     "resigned": "The term of leadership was ended: a standby leads next.",
     "backfill": "The runs of the backfill are handed to beat, one after the other.",
@@ -158,8 +159,11 @@ def ask_delete(board: Board, request: PageRequest, user: User) -> Page:
 def delete(board: Board, request: PageRequest, user: User) -> PageReply:
     """Delete an entry."""
     name = request.changes.get("name")
-    if not board.schedule(user).delete(name):
+    schedule = board.schedule(user)
+    if not schedule.delete(name):
         raise ConflictError(f"there is no entry {name!r} any more")
+    if left := schedule.foreign_key(name):
+        return leads_to(request, "/", done="place_deleted", left=left[0])
     return leads_to(request, "/", done="deleted")
 
 
@@ -262,7 +266,8 @@ def ask_revert(board: Board, request: PageRequest, user: User) -> Page:
     change = next((each for each in board.changes(name, 1000) if each.id == to), None)
     if change is None:
         raise ConflictError(f"there is no record of a change {to!r} of entry {name!r}")
-    return _confirm("revert.html", "Revert", "/revert", "Revert", name=name, change=change)
+    is_after = board.schedule(user).reverts_to_after(name, to)
+    return _confirm("revert.html", "Revert", "/revert", "Revert", name=name, change=change, is_after=is_after)
 
 
 def revert(board: Board, request: PageRequest, user: User) -> PageReply:

@@ -373,9 +373,13 @@ def test_an_entry_that_another_program_removed_comes_back(bench, cli):
     assert "there is no entry 'd' under redbeat:. Another program has removed it; its last record is of " in explained
     command = re.search(r" \(pause\)\. To bring it back: celery singlebeat (revert d --to \S+)$", explained.strip())[1]
     assert command in cli("show", "d", code=1).stderr
-    cli(*command.split())
+    id_ = command.split()[-1]
+    assert cli(*command.split()).output == f"d: as it was after change {id_}\n"
     entry = bench.schedule.get("d")
     assert (entry.schedule, entry.policy.paused, entry.policy.tags) == (schedule(77), True, ("t",))
+    assert bench.schedule.changes("d")[0].note == f"to after {id_}"
+    assert cli(*command.split()).output == f"d: as it was before change {id_}\n", "now the entry is there"
+    assert bench.schedule.changes("d")[0].note == f"to before {id_}"
 
 
 def test_an_entry_of_which_only_the_history_is_left_is_said_to_be_removed(bench, cli):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -176,6 +177,13 @@ def test_entries_that_never_run_again_are_named_with_the_reason(findings, cli, b
     assert text.startswith(
         f"it has never run, and never will: its only time, {now - HOUR:%Y-%m-%d %H:%M:%SZ}, has passed. "
     )
+    (run,) = re.findall(r"To run it now: celery singlebeat (.*?)\. Or ", text)
+    assert "edit" not in text, "no option of that command sets such a time"
+    cli(*shlex.split(run))
+    bench.tick()
+    assert findings("entry too late") == [], "a run by request is a run, too"
+    ((_, text),) = [found for found in findings("entries") if "never run again" in found[1]]
+    assert text.startswith("4 entries are finished and never run again: ")
 
 
 def test_the_share_of_the_lease_that_a_renewal_takes_is_told(findings, cli, bench, server):
@@ -287,6 +295,61 @@ def test_tools_say_who_has_paused_or_deleted_an_entry(findings, cli, bench):
         (undo,) = re.findall(r"ann has deleted it at \S+ \S+Z; to undo that: celery singlebeat (revert .*)", told)
     cli(*undo.split())
     assert ann.get("away").name == "away"
+
+
+def test_entries_that_are_off_by_name_are_counted_and_have_an_author(findings, cli, bench, monkeypatch):
+    now = datetime.now(UTC)
+    for name in ("on", "held", "noted", "off"):
+        bench.put(name, tags=["t"])
+    assert "off  " not in cli("status").output
+    ann = Schedule(bench.app, actor="ann")
+    ann.pause("held")
+    ann.pause("noted", note="INC-7")
+    cli("edit", "off", "--disable")
+    ann.pause_many(tag="t")
+
+    found, told = findings("entries"), cli("status").output
+    listed_, active = cli("list", "--state", "paused").output, cli("list").output
+
+    assert ("fine", "1 entry is disabled: off (celery singlebeat list --state disabled)") in found
+    assert (
+        "\noff         2 entries are paused by name (celery singlebeat list --state paused), 1 entry is disabled "
+        "(celery singlebeat list --state disabled)\n"
+    ) in told
+    since = f"{now:%Y-%m-%d} ..:..:..Z"
+    assert re.search(f"^held: paused since {since} by ann$", listed_, re.MULTILINE)
+    assert re.search(rf"^noted: paused since {since} by ann \(INC-7\)$", listed_, re.MULTILINE)
+    assert "by ann (INC-7)" not in active
+    ann.resume_many(tag="t")
+    bench.tick()
+    rows = cli("history").output
+    measured(rows)
+    assert re.search(f" paused +since {since} by ann$", rows, re.MULTILINE)
+    assert re.search(r" paused +INC-7$", rows, re.MULTILINE)
+    assert re.search(r" paused +disabled$", rows, re.MULTILINE)
+    cli("resume", "held")
+    assert re.search(f" paused +since {since} by ann$", cli("history", "held").output, re.MULTILINE)
+    bench.redis.delete("redbeat::owners")
+    bench.redis.rpush("redbeat::owners", "mine")
+    assert "\nquarantine  0\n" in cli("status").output, "a key that status does not need"
+    monkeypatch.setattr("singlebeat.cli.status.MOST_COUNTED", 3)
+    assert "\noff         not counted of more than 3 entries (" in cli("status").output
+
+
+def test_explain_and_history_say_that_the_schedule_was_lost(cli, bench):
+    bench.put()
+    bench.tick()
+    assert "lost" not in cli("explain", "e").output + cli("history", "e").output
+    bench.redis.set("redbeat::lost", f"{datetime.now(UTC) - HOUR:%Y-%m-%dT%H:%M:%S+00:00} it is gone")
+
+    lost = ScheduleStatus.of(bench.app).lost
+    explained, history = cli("explain", "e").output, cli("history", "e").output
+
+    measured(explained)
+    assert f"{lost[0].upper()}{lost[1:]}" in explained
+    assert f"runs may be missing here: {lost}" in history
+    assert f"runs may be missing here: {lost}" in cli("history").output
+    assert "missing" not in cli("history", "e", "-n", "1").output, "the last record is younger than the loss"
 
 
 def test_explain_accuses_no_worker_where_none_records_ends(cli, bench):
@@ -743,7 +806,7 @@ class Unwell(schedule):
     ],
     ids=["a typo", "an argument", "a schedule"],
 )
-def test_a_definition_that_a_deploy_could_not_store_is_named(bench, findings, logged, wrong, why):
+def test_a_definition_that_a_deploy_could_not_store_is_named(bench, cli, findings, logged, wrong, why):
     bench.conf["beat_schedule"] = {"mine": {"task": f"{APP}.plain", "schedule": 60.0}}
     before = bench.scheduler()
     before.tick()
@@ -758,6 +821,7 @@ def test_a_definition_that_a_deploy_could_not_store_is_named(bench, findings, lo
 
     measured(text)
     assert (level, why in text) == ("problem", True), text
+    assert f"{text[0].upper()}{text[1:]}" in cli("explain", "mine", app=deployed.app).output
 
 
 def test_an_edited_entry_of_beat_schedule_is_named_until_the_next_term(bench, cli, findings):
@@ -776,3 +840,50 @@ def test_an_edited_entry_of_beat_schedule_is_named_until_the_next_term(bench, cl
     assert level == "fine"
     assert re.fullmatch(r"\S+@\S+ has changed it at .*Z: the next term stores it as beat_schedule gives it", text)
     assert findings("entry mine", app=first.app) == []
+
+
+def test_a_spoilt_entry_of_beat_schedule_is_healed_by_the_next_term(bench, cli, findings):
+    bench.conf["beat_schedule"] = {"mine": {"task": f"{APP}.plain", "schedule": 60.0}}
+    beat = bench.scheduler()
+    beat.tick()
+    bench.put("other")
+    for name in ("mine", "other"):
+        bench.redis.hset(f"redbeat:{name}", "definition", "{")
+    unseen = cli("explain", "mine", app=beat.app).output
+    bench.redis.zadd("redbeat::schedule", {"redbeat:mine": 0, "redbeat:other": 0})
+    beat.tick()
+
+    text, other = (cli("explain", name, app=beat.app).output for name in ("mine", "other"))
+    advised = findings("entry mine", app=beat.app)
+    beat.close()
+    bench.scheduler().tick()
+
+    measured(text)
+    heals = "It is in beat_schedule: the next term tries to store it as it is given there: celery singlebeat resign"
+    assert "It is unusable" in unseen
+    assert heals in unseen
+    assert "It is quarantined" in text
+    assert heals in text
+    assert "It is quarantined" in other
+    assert heals not in other
+    assert ("problem", f"{heals[0].lower()}{heals[1:]}") in advised
+    assert "one of before runs" not in str(advised)
+    assert "mine" not in ScheduleStatus.of(bench.app).quarantine
+
+
+def test_a_place_without_a_definition_is_not_said_to_be_removed(bench, cli):
+    bench.redis.hset("redbeat:never", "foo", "1")
+    bench.put("was there", ago=timedelta(), run_on_start=True)
+    bench.redis.zadd("redbeat::schedule", {"redbeat:never": 0, "redbeat:was there": 0})
+    bench.make_due("was there")
+    bench.tick()
+    bench.redis.delete("redbeat:was there", "redbeat::changes")
+    bench.redis.zadd("redbeat::schedule", {"redbeat:was there": 0})
+    bench.tick()
+
+    never, removed = cli("explain", "never").output, cli("explain", "was there").output
+
+    measured(never)
+    assert "It is not stored. Another program has given it a place in the schedule without a definition, or " in never
+    assert "Another program has removed it" not in never
+    assert "It is not stored. Another program has removed it; its last record is of " in removed

@@ -282,6 +282,28 @@ def test_a_dropped_entry_is_explained_as_parked(bench, app, cli):
     assert "parked" not in cli("show", "never", code=1).output
 
 
+@pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "no record"])
+def test_an_entry_is_said_to_be_either_parked_or_removed(bench, cli, redis, is_recorded):
+    feed = {"task": TASK, "schedule": 3600.0, "run_on_start": True}
+    scheduler = bench.scheduler(beat_schedule={"feed": feed})
+    scheduler.tick()
+    scheduler.tick()
+    scheduler.app.conf.beat_schedule = {}
+    scheduler.setup_schedule()
+    if is_recorded:
+        bench.schedule.revert("feed", bench.schedule.changes("feed")[0].id)
+        redis.delete("redbeat:feed")
+        redis.zrem(SCHEDULE, "redbeat:feed")
+    else:
+        assert bench.schedule.history("feed")
+        redis.delete("redbeat::changes")
+
+    text = cli("explain", "feed", code=1).output
+
+    assert ("Another program has removed it" in text) is is_recorded
+    assert ("it is parked until" in text) is not is_recorded
+
+
 def test_explain_blames_no_beat_for_a_missed_run_that_it_cannot_know(app, redis, cli, put):
     put()
     missed = Occurrence.of("redbeat:", "e", datetime.now(UTC) - timedelta(hours=1))

@@ -89,6 +89,19 @@ def test_a_deleted_entry_is_gone(visit, schedule, e):
         schedule.get("e")
 
 
+def test_a_key_that_a_deletion_leaves_is_named(visit, redis, schedule):
+    redis.lpush("redbeat:b", "mine")
+    redis.zadd("redbeat::schedule", {"redbeat:b": 1})
+    page = visit()
+
+    answer = page.submit("/delete?name=b")
+
+    text = page.get(answer.headers["location"]).text
+    assert "Its key <code>redbeat:b</code> stays, for it is of another program." in text
+    assert redis.lrange("redbeat:b", 0, -1) == ["mine"]
+    assert redis.zscore("redbeat::schedule", "redbeat:b") is None
+
+
 def test_a_broken_entry_can_be_paused_and_deleted(visit, redis, schedule):
     redis.hset("redbeat:broken", mapping={"definition": "{"})
     redis.zadd("redbeat::schedule", {"redbeat:broken": 1})

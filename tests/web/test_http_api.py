@@ -399,6 +399,17 @@ def test_hidden_arguments_survive_to_be_written_back(visit, schedule, e):
     assert schedule.get("e").kwargs == {"key": 1, "password": "geheim"}
 
 
+def test_a_deletion_names_the_key_that_stays(client, redis):
+    redis.lpush("redbeat:b", "mine")
+    redis.zadd("redbeat::schedule", {"redbeat:b": 1})
+
+    found = client("DELETE", "/entry", None, 200, name="b").json()
+
+    assert found == {"name": "b", "deleted": True, "left": "redbeat:b"}
+    assert redis.lrange("redbeat:b", 0, -1) == ["mine"]
+    client("DELETE", "/entry", None, 404, name="b")
+
+
 def test_an_entry_that_changes_meanwhile_is_not_deleted(client, schedule, e, monkeypatch):
     version, delete = client("GET", "/entry", name="e").headers["etag"], Schedule.delete
 

@@ -216,6 +216,19 @@ def test_a_change_is_shown_with_its_author_and_reverted(page, entries):
     assert not entries.get("e").policy.paused
 
 
+def test_a_revert_of_a_removed_entry_leads_to_after_its_last_change(page, entries, redis):
+    entries.pause("e")
+    redis.delete("redbeat:e")
+    (change, *_) = entries.changes("e")
+
+    text = page.get(f"/revert?name=e&to={change.id}").text
+
+    assert "become what they were after this change" in text
+    assert "before" not in text.partition("<form")[2]
+    page.submit(f"/revert?name=e&to={change.id}")
+    assert entries.get("e").policy.paused
+
+
 def test_a_secret_is_masked_in_changes_and_quarantine(page, entries, redis):
     entries.upsert("e", PLAIN, 60, kwargs={"token": "s3cret"})
     entries.upsert("e", PLAIN, 60, kwargs={"token": "s4cret"})

@@ -139,13 +139,18 @@ class Statics:
         owners = self._owners(names)
         return {*self.missing([name for name in names if self.owner in owners.get(name, ())])}
 
-    def outdated(self) -> Iterator[tuple[str, str]]:
+    def outdated(self, among: Collection[str] | None = None) -> Iterator[tuple[str, str]]:
         """Yield the name of each entry of this app that is stored otherwise than ``beat_schedule`` gives it, and why.
 
         The reason is empty if it can be stored as it is given.
+
+        Args:
+            among: only entries of these names; None: all.
         """
-        owners, given = self._owners(), _given(self.app)
-        names = [name for name in given if self.owner in owners.get(name, ())]
+        given = _given(self.app)
+        names = [name for name in given if among is None or name in among]
+        owners = self._owners(names)
+        names = [name for name in names if self.owner in owners.get(name, ())]
         for at in range(0, len(names), BATCH):
             keys = [self.keys.prefix + name for name in names[at : at + BATCH]]
             for name, fields in zip(names[at:], read_fields(self.client, keys), strict=False):

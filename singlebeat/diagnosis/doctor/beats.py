@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from ... import __version__
 from ...beat.delivery import listed
-from ...beat.entries.statics import OPERATORS, Statics, signature_of
+from ...beat.entries.statics import Statics
 from ...beat.keys import Keys
 from ...beat.schedule import Schedule
 from ...beat.server_time import UNFIT_FROM
@@ -17,7 +17,7 @@ from ...beat.status import APART, MAX_LAG, NO_BEAT, REDBEAT_LEADS, SEE_LOG, Sche
 from ...beat.store.probe import STANDBY, refuses_writes, schedule_refusal
 from ...config import Config
 from ...connections import schedule_client
-from ..facts import AGAIN, why_gone
+from ..facts import AGAIN, statics_here, why_gone, why_outdated
 from ..leader import who
 from ..workers import refused_queues
 from .finding import MOST_NAMED, Finding, Read
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 #: The fraction of its lease that a renewal may take before that is a warning.
 SLOW_FROM = 0.1
-
-#: Maximum number of an entry's changes in which the last one of its definition is looked for.
-MOST_CHANGES = 50
 
 
 def check_beats(app: Celery, schedule: Read) -> Iterator[Finding]:
@@ -43,7 +40,7 @@ def check_beats(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("problem" if state.set_back > UNFIT_FROM else "warning", "clock", advice)
     yield from _leadership(app, schedule)
     yield from _renewal(state)
-    yield from _apps(app, state)
+    yield from _apps(app, schedule)
     yield from _versions(state)
     if state.lost:
         text = (
@@ -136,8 +133,9 @@ def _versions(state: ScheduleStatus) -> Iterator[Finding]:
         yield Finding("warning", "versions of beats differ", text)
 
 
-def _apps(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
+def _apps(app: Celery, schedule: Read) -> Iterator[Finding]:
     """Check for another app under the same prefix, and for two apps of the same name."""
+    state = schedule.state
     about, check = f"redbeat_key_prefix {Config.of(app).redbeat_key_prefix}", Config.of(app).singlebeat_other_app_check
     statics = Statics(app, schedule_client(app))
     if check != "ignore":
@@ -153,7 +151,7 @@ def _apps(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
         yield Finding("warning", about, text)
     ours = [beat for beat, _ in state.beats if beat.get("app") == statics.owner]
     theirs = sorted({beat.get("statics", "") for beat in ours} - {""})
-    here = _statics_here(app) if theirs else ""
+    here = statics_here(app) if theirs else ""
     differ = ""
     if len(theirs) > 1:
         numbers = " and ".join(each.partition(" ")[0] for each in theirs)
@@ -170,7 +168,7 @@ def _apps(app: Celery, state: ScheduleStatus) -> Iterator[Finding]:
         yield Finding("warning", about, text)
     elif here:
         yield from _removed(app, statics, state)
-        yield from _outdated(app, statics)
+        yield from _outdated(app, statics, {*schedule.unusable, *state.quarantine})
 
 
 def _removed(app: Celery, statics: Statics, state: ScheduleStatus) -> Iterator[Finding]:
@@ -191,37 +189,15 @@ def _removed(app: Celery, statics: Statics, state: ScheduleStatus) -> Iterator[F
         yield Finding("problem", "entries", text)
 
 
-def _outdated(app: Celery, statics: Statics) -> Iterator[Finding]:
+def _outdated(app: Celery, statics: Statics, unusable: Collection[str]) -> Iterator[Finding]:
     """Check for entries that are not stored as ``beat_schedule`` gives them."""
     entries, found = Schedule(app), [*islice(statics.outdated(), MOST_NAMED + 1)]
     for name, why in found[:MOST_NAMED]:
-        changes = (each for each in entries.changes(name, MOST_CHANGES) if set(each.differences).difference(OPERATORS))
-        change = next(changes, None)
-        if why:
-            text = f"its definition in beat_schedule cannot be stored, so the one of before runs: {why}"
-            yield Finding("problem", f"entry {name}", text)
-        elif change is None or change.by == "beat_schedule":
-            text = (
-                "its definition in beat_schedule was not stored, so the one of before runs: the log of beat says why "
-                "(not_added). Beat tries it again every minute"
-            )
-            yield Finding("problem", f"entry {name}", text)
-        else:
-            text = f"{change.actor or 'another program'} has changed it at {change.at:%Y-%m-%d %H:%M:%SZ}"
-            yield Finding("fine", f"entry {name}", f"{text}: the next term stores it as beat_schedule gives it")
+        level, text = why_outdated(entries, name, why, is_unusable=name in unusable)
+        yield Finding(level, f"entry {name}", text)
     if len(found) > MOST_NAMED:
         text = f"more than these {MOST_NAMED} are not stored as beat_schedule gives them"
         yield Finding("warning", "entries", text)
-
-
-def _statics_here(app: Celery) -> str:
-    """Return the number and the digest of the entries in the code of this process; empty if it has none."""
-    try:
-        app.loader.import_default_modules()  # as beat does: a module of tasks may add entries
-        app.finalize()
-    except Exception:  # of a user's module
-        return ""
-    return signature_of(app)["statics"] if app.conf.beat_schedule else ""
 
 
 def _pending(app: Celery) -> frozenset[str]:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
+from ...beat.calendar.clocked import comes_once
 from ...beat.delivery import listed
 from ...beat.keys import Keys
 from ...beat.late_places import late_places
@@ -72,11 +73,14 @@ def _is_idle(entries: Schedule, name: str, now: datetime) -> bool:
 
 
 def _pauses(schedule: Read) -> Iterator[Finding]:
-    """Name the paused entries, the pauses of many, and those that cannot be read."""
+    """Name the paused and the disabled entries, the pauses of many, and those that cannot be read."""
     if paused := [entry.name for entry in schedule.usable if entry.policy.paused]:
         which = f"{counted(len(paused), 'entry is', 'entries are')} paused by name: {listed(paused)}"
         text = f"{which} (celery singlebeat list --state paused)"
         yield Finding("fine", "entries", text)
+    if disabled := [entry.name for entry in schedule.usable if not entry.enabled]:
+        text = f"{counted(len(disabled), 'entry is', 'entries are')} disabled: {listed(disabled)}"
+        yield Finding("fine", "entries", f"{text} (celery singlebeat list --state disabled)")
     key = Keys.of(schedule.app).pauses
     for selector, why in islice(schedule.state.unreadable_pauses.items(), MOST_NAMED):
         if selector:  # else its key is not a hash, which another part says
@@ -120,8 +124,15 @@ def _over(app: Celery, schedule: Read) -> Iterator[Finding]:
             never[entry.name] = why
         elif why:
             done.append(f"{entry.name} ({why})")
+    for name, own in History(app).own([*never]):
+        if own.ends or any(record.decision in {"dispatched", "buffered"} for record in own.decisions):
+            done.append(f"{name} ({never.pop(name)})")  # it was triggered, which does not count as one of its times
+    once = {entry.name for entry in schedule.usable if comes_once(entry.schedule)}
     for name, why in islice(never.items(), MOST_NAMED):
         advice = f"Correct its times (celery singlebeat edit {shlex.quote(name)}), or delete it"
+        if name in once:  # that command sets no such time
+            advice = f"To run it now: celery singlebeat trigger {shlex.quote(name)}. Or delete it, or give it a later "
+            advice += "time, on the page or by Schedule.upsert"
         yield Finding("warning", f"entry {name}", f"it has never run, and never will: {why}. {advice}")
     if len(never) > MOST_NAMED:
         yield Finding("warning", "entries", f"more than these {MOST_NAMED} never run (celery singlebeat list)")

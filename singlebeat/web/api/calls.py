@@ -127,6 +127,8 @@ def delete_entry(call: Call) -> Result:
         raise entries.ChangedError(str(exc), is_condition=True) from None
     if not is_deleted:
         raise UnknownEntryError(f"there is no entry {call.name!r}")
+    if left := call.schedule.foreign_key(call.name):
+        return Result({"name": call.name, "deleted": True, "left": left[0]})
     return Result(None, 204)
 
 

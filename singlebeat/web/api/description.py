@@ -126,7 +126,7 @@ def _in_header(name: str) -> Mapping[str, Any]:
 
 def _answer(operation: Operation, status: int) -> Mapping[str, Any]:
     found: dict[str, Any] = {"description": HTTPStatus(status).phrase}
-    if operation.answer is not None:
+    if operation.answer is not None and status != HTTPStatus.NO_CONTENT:
         found["content"] = {"application/json": {"schema": operation.answer}}
     if operation.has_version:
         found["headers"] = {"ETag": {"description": "Version of definition and policy.", "schema": STRING}}

@@ -150,11 +150,12 @@ OPERATIONS: Sequence[Operation] = (
         "DELETE",
         "/entry",
         calls.delete_entry,
-        "Delete an entry, even a broken one. An entry of beat_schedule comes back with the next term of leadership.",
+        "Delete an entry, even a broken one. An entry of beat_schedule comes back with the next term of leadership. "
+        "200: its place is removed, and its key, `left`, stays, because another program holds it.",
         ACTIONS["/delete"].role,
-        None,
+        record(name=STRING, deleted={"type": "boolean"}, left=STRING),
         (NAME,),
-        status=(204,),
+        status=(200, 204),
         conditions=("If-Match",),
     ),
     Operation(
@@ -296,7 +297,8 @@ OPERATIONS: Sequence[Operation] = (
         "POST",
         "/revert",
         calls.revert,
-        "Let an entry have the definition and policy again that it had before a change.",
+        "Let an entry have the definition and policy again that it had before a change; if another program has removed "
+        "the entry, and the change is its last one, those that it had after it.",
         ACTIONS["/revert"].role,
         ref("Entry"),
         (NAME,),
