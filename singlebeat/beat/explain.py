@@ -506,8 +506,8 @@ def _of_a_started(facts: Facts, lock: HeldLock, task_id: str) -> str:
         left = f"in {lock.left:.0f} s" if lock.left is not None else "soon"
         return (
             f"{since}, and no worker that answers runs it: {lock.left_by(facts.answering, facts.last_seen)}. The lock "
-            f"ends by itself {left}. To free it now, first make sure that its process is gone, because the run of a process that hangs would go on beside "
-            f"the next run: celery singlebeat unlock {shlex.quote(task_id)}"
+            f"ends by itself {left}. To free it now, first make sure that its process is gone, because the run of a "
+            f"process that hangs would go on beside the next run: celery singlebeat unlock {shlex.quote(task_id)}"
         )
     if lock.is_ahead and facts.running is not None:
         return (
@@ -517,7 +517,8 @@ def _of_a_started(facts: Facts, lock: HeldLock, task_id: str) -> str:
     if lock.worker in facts.answering:
         return (
             f"{since}. That worker answers, and did not run it when it was asked: the run began or ended just then, "
-            "or the worker was started again since the renewal. Ask again to know more. If it is over, the lock ends by itself within {lock.lease:.0f} s."
+            "or the worker was started again since the renewal. Ask again to know more. If it is over, the lock ends "
+            f"by itself within {lock.lease:.0f} s."
         )
     if facts.running is not None:
         return (
