@@ -454,7 +454,7 @@ def test_tools_say_what_a_locks_server_that_refuses_does(findings, cli, server, 
     assert f"Runs may wait, or start without their locks, because of {refused}" in explained
     assert any(f"it refuses to write, so that {what}" in text for _, text in doctor)
     for words in (explained, str(doctor), locks):
-        assert ("probably died" in words) == (refusing is full)
+        assert ("has probably died" in words or "has died, or hangs" in words) == (refusing is full)
     assert ("so whether its worker lives is not known" in explained) == (refusing is replica)
 
 
