@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..beat.calendar.words import in_words
 from ..connections import RedisError
-from ..errors import SinglebeatError
+from ..errors import SinglebeatError, UnknownEntryError
 from ..log import Log
 from ..lua import noting_answers
 from . import edits
@@ -77,7 +78,12 @@ class Site:
             if isinstance(exc, RedisError) and request.is_fragment:  # the page keeps what it shows, its header says why
                 context = {**self._common(request, user), "header": self.board.snapshot}
                 return PageReply(render("status.html", context), headers={"HX-Reswap": "none"})
-            return self._fail(request, user, *problem_of(self.app, exc))
+            problem = problem_of(self.app, exc)
+            if isinstance(exc, UnknownEntryError) and request.is_fragment and request.form is None:
+                # The entry was deleted meanwhile. The script swaps no other status in; what it shows asks for nothing.
+                gone = self._fail(request, user, *problem._replace(status=200))
+                return replace(gone, headers={"HX-Retarget": "#live", "HX-Reswap": "outerHTML"})
+            return self._fail(request, user, *problem)
 
     def refuse(self, request: PageRequest, why: RefusedError, user: User | None = None) -> PageReply:
         """Answer a request that is refused; without a user, the answer shows nothing of the schedule."""

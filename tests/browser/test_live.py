@@ -42,6 +42,20 @@ def test_a_new_leader_and_a_run_appear_on_an_open_page(page, entries, shop):
     expect(page.get_by_label("Timeline")).to_contain_text("dispatched")
 
 
+def test_an_open_page_of_a_deleted_entry_says_that_it_is_gone(page, entries):
+    entries.upsert("report", REPORT, 3600)
+    page.goto("/entry?name=report")
+    expect(page.get_by_role("heading", name="Next runs")).to_be_visible()
+
+    entries.delete("report")
+
+    expect(page.get_by_role("heading", name="There is no such entry")).to_be_visible()
+    expect(page.locator("[hx-get]")).to_have_count(0)
+    expect(page.locator("#lost")).to_be_hidden()
+    page.get_by_role("link", name="All entries").click()
+    expect(page.locator("main")).to_contain_text("There is no entry yet")
+
+
 def test_a_hidden_tab_asks_nothing(page, entries):
     entries.upsert("report", REPORT, 3600)
     asked = []

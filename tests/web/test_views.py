@@ -310,6 +310,22 @@ def test_the_live_part_of_a_page_is_what_the_page_shows(page, entries):
     assert re.sub(r"<time.*?</time>", "", rows.search(whole)[0]) == re.sub(r"<time.*?</time>", "", rows.search(part)[0])
 
 
+@pytest.mark.parametrize("path", ["/entry?name=e", "/why?name=e"])
+def test_the_live_part_of_a_deleted_entry_says_that_it_is_gone(page, entries, path):
+    shown = page.get(path, headers=LIVE)
+    page.submit("/delete?name=e")
+    page.app.state.site.board.poller.forget()
+
+    gone = page.get(path, headers={**LIVE, "If-None-Match": shown.headers.get("etag", "")})
+
+    assert gone.status_code == 200, "a script swaps no error in"
+    assert gone.headers["hx-retarget"] == "#live"
+    assert "There is no such entry" in gone.text
+    assert "<html" not in gone.text
+    assert "hx-get" not in gone.text, "it is not asked for again"
+    assert page.get(path).status_code == 404
+
+
 def test_ten_viewers_cost_redis_no_more_than_two(visit, app, entries, redis):
     def cost(viewers: int) -> int:
         page = visit()
