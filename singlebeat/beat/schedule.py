@@ -415,7 +415,8 @@ class Schedule:
 
         An interval counts from ``start``. Beat receives each run after it has sent the run before. If a call was
         interrupted, a repetition with the same start and end continues it. After a complete call, a repetition lets all
-        times run again. Runs are not counted, and next times stay.
+        times run again: the history shows whether a call was complete whose answer was lost. Runs are not counted, and
+        next times stay.
 
         Args:
             overlap: the policy for runs that meet an equal call, a word of ``Overlap``.

@@ -411,7 +411,8 @@ def backfill_(
     """Run an entry once for each of its times after START until END, END included; these times must have passed.
 
     START and END are in ISO 8601, in UTC unless they have an offset. Beat gets each run after it has sent the run
-    before. Repeat the command to continue after an interruption; after a complete backfill, all times run again.
+    before. Repeat the command to continue after an interruption. After a complete backfill, all times run again: if its
+    answer was lost, see the history before you repeat it.
     """
     entries, first, last = _entries(app), parse_instant(start), parse_instant(end)
     assert first is not None  # noqa: S101 - for the type checker

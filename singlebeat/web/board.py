@@ -27,6 +27,7 @@ from ..diagnosis.workers import BrokerError, Workers
 from ..errors import ConflictError
 from ..masking import IN_TEXT, MASK, Faces, masked, masked_text, unmasked
 from .poller import Poller, Snapshot
+from .problems import problem_of
 
 if TYPE_CHECKING:
     from datetime import tzinfo
@@ -153,7 +154,7 @@ class Board:
             try:
                 entries.backfill(name, start, end, overlap=overlap, limit=total, progress=begun.step)
             except Exception as exc:  # is shown beside the entry: the thread has no caller
-                begun.problem = str(exc)
+                begun.problem = problem_of(self.app, exc).text
             finally:
                 begun.is_over = True
 

@@ -514,6 +514,18 @@ def test_a_command_whose_replies_are_all_lost_may_have_been_done(bench, proxy, c
     assert said.count("\n") == 1
 
 
+def test_a_backfill_whose_replies_are_all_lost_may_have_been_done(bench, proxy, cli):
+    bench.put(every=3600)
+    bench.tick()
+    end = datetime.now(UTC)
+    proxy.meanwhile = lambda: proxy.lose_reply_of(beat_script("propose"))
+    proxy.lose_reply_of(beat_script("propose"))
+
+    said = cli("backfill", "e", (end - HOUR).isoformat(), end.isoformat(), app=bench.app, code=2).output
+
+    assert f". {DONE} celery singlebeat history\n" in said
+
+
 def test_a_command_that_could_only_read_was_not_done(bench, proxy, cli):
     bench.put()
     proxy.meanwhile = lambda: proxy.lose_next_reply(b"redbeat:e")

@@ -807,6 +807,42 @@ def test_a_backfill_hands_its_runs_to_beat_and_tells_how_far_it_is(client, bench
     assert [row["kind"] for row in bench.history].count("backfill") == 3
 
 
+@pytest.mark.parametrize("handed_over", [0, 1])
+def test_a_backfill_whose_reply_is_lost_says_what_to_read_first(client, bench, monkeypatch, handed_over):  # noqa: F811
+    """Of one run: the reply that it is handed over is lost, or the one that the backfill is complete."""
+    bench.put("e", every=60)
+    bench.tick()
+    start = datetime.now(UTC).replace(microsecond=0) - timedelta(hours=1)
+    called, answered = Script.__call__, []
+
+    def call(script, *args):
+        reply = called(script, *args)
+        if script.name == "propose" and reply != "pending":
+            answered.append(reply)
+            if len(answered) > handed_over:
+                error = RedisConnectionError("cut off")
+                error.script = script.name
+                raise error
+        return reply
+
+    monkeypatch.setattr(Script, "__call__", call)
+    body = {"start": start.isoformat(), "end": (start + timedelta(minutes=1)).isoformat()}
+    client("POST", "/backfill", body, 202, name="e")
+
+    def is_over() -> bool:
+        bench.tick()
+        return client("GET", "/backfill", name="e").json()["is_over"]
+
+    wait_until(is_over, what="the end of the backfill")
+    progress = client("GET", "/backfill", name="e").json()
+    assert progress["count"] == handed_over
+    assert progress["problem"].endswith(
+        ": cut off. It may have been done all the same: before you repeat it, see celery singlebeat history"
+    )
+    shown = client.page.get("/entry?name=e", headers={"Authorization": "Bearer admin"}).text
+    assert ("Repeat it to continue" in shown) is (not handed_over), "else all runs would be repeated"
+
+
 def test_a_resume_says_whether_the_entry_was_paused(client, schedule, e):
     schedule.pause("e")
 

@@ -255,7 +255,9 @@ OPERATIONS: Sequence[Operation] = (
         "POST",
         "/backfill",
         calls.backfill,
-        "Let an entry run once for each of its times after start until end. The runs are handed to beat one by one.",
+        "Let an entry run once for each of its times after start until end. The runs are handed to beat one by one. A "
+        "repetition goes on where an unfinished backfill is, and lets all times run again after a complete one: if the "
+        "answer was lost, see /history before you repeat it.",
         ACTIONS["/backfill"].role,
         record(name=STRING, runs=_RUNS, begun={"type": "boolean"}),
         (NAME,),
