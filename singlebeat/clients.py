@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, urlencode, urlsplit
+from urllib.parse import parse_qs, unquote, urlencode, urlsplit
 
 from kombu.utils.imports import symbol_by_name
 from redis import Redis
@@ -335,6 +335,8 @@ def _client(urls: list[str], timeout: float, retries: int, given: dict[str, Any]
     # A negative value makes RedBeat retry for ever. Beat retries at every tick instead; other callers must not block.
     period = max(0.0, float(given.pop("retry_period", None) or 0)) * bool(retries)
     addresses: list[dict[str, Any]] = [parse_url(_plain(url)) for url in urls]  # type: ignore[no-untyped-call]
+    for url in urls:
+        _check_database(url)
     kinds = [address.pop("connection_class", None) for address in addresses]
     tls = bool(given.pop("ssl", False)) or SSLConnection in kinds
     kind: Any = _UnixConnection if "path" in addresses[0] else _SSLConnection if tls else _Connection
@@ -379,6 +381,21 @@ def _client(urls: list[str], timeout: float, retries: int, given: dict[str, Any]
     pool = client.connection_pool
     pool.connection_class(**pool.connection_kwargs)  # only a connection checks the options
     return client
+
+
+def _check_database(url: str) -> None:
+    """Check that a URL of a server names its database by a number, if at all: redis-py would take database 0.
+
+    Raises:
+        ValueError: it does not.
+    """
+    parts = urlsplit(url)
+    if _plain(url).startswith("unix://") or "db" in parse_qs(parts.query):  # then the path is no database
+        return
+    name = unquote(parts.path).strip("/")
+    if name and not (name.isascii() and name.isdecimal()):
+        hint = " (is the password quoted?)" if "@" in name else ""
+        raise ValueError(f"its database is not a number{hint}: end the URL with a number, such as /0")
 
 
 def _plain(url: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import ssl
 import subprocess
 import sys
@@ -572,6 +573,33 @@ def test_a_url_that_cannot_be_used_is_an_error_without_its_password(url):
 
     assert "geheim" not in str(caught.value)
     assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://:geheim@h:1/word", "rediss://h/1/2", "redis://h/-1", "sentinel://a/0;sentinel://b/mymaster"]
+)
+def test_a_url_whose_database_is_no_number_is_an_error(url):
+    """redis-py would take database 0, or 12; Celery refuses such a URL of a broker."""
+    why = "its database is not a number: end the URL with a number, such as /0"
+    with pytest.raises(ConfigError, match=f"as a Redis server: {re.escape(why)}$") as caught:
+        private(url, timeout=1, options={"master_name": "m"})
+
+    assert "geheim" not in str(caught.value)
+
+
+def test_a_number_that_ends_a_password_is_not_taken_for_a_port():
+    with pytest.raises(ConfigError, match=re.escape("(is the password quoted?)")) as caught:
+        private("redis://:12/geheim@h:1/0", timeout=1)
+
+    assert "geheim" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "database"),
+    [("redis://h", 0), ("redis://h/", 0), ("redis://h//3", 3), ("redis://h/word?db=3", 3), ("unix:///word?db=3", 3)],
+)
+def test_a_database_is_read_as_redis_py_reads_it(url, database):
+    assert options_of(private(url, timeout=1)).get("db", 0) == database
 
 
 def test_an_option_unknown_to_the_client_is_an_error_of_the_settings():
