@@ -49,7 +49,7 @@ DEFINITION: Sequence[Decorator] = (
         "wishes",
         multiple=True,
         metavar="NAME=VALUE",
-        help="Set an option of the policy, such as timezone=Europe/Berlin. Without VALUE, unset it. May be repeated.",
+        help="Set an option of the policy, such as timezone=Europe/Berlin; timezone= unsets it. May be repeated.",
     ),
     click.option(
         "--tag", "tags", multiple=True, help="Tag of the entry, in place of those that it has. May be repeated."

@@ -224,6 +224,11 @@ def test_trigger_and_backfill_are_proposed(cli, put, redis):
     assert "more than the limit" in cli("backfill", "e", "2026-01-01", "2026-02-01", "--limit", "5", code=2).output
 
 
+@pytest.mark.parametrize("name", ["add", "edit"])
+def test_the_help_of_a_policy_option_shows_how_to_unset_it(cli, name):
+    assert "timezone= unsets it" in " ".join(cli(name, "--help").output.split())
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_an_option_names_no_bound_that_is_none(cli, name):
     assert "None" not in cli(name, "--help").output
