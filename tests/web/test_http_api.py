@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from singlebeat import Schedule
 from singlebeat.beat.entries.definition import MOST_NESTED
 from singlebeat.beat.schedule import PROPOSE
+from singlebeat.cli import COMMANDS
 from singlebeat.connections import schedule_client
 from singlebeat.lua import Script
 from singlebeat.web.api.description import description
@@ -23,7 +25,7 @@ from singlebeat.web.api.operations import OPERATIONS
 from singlebeat.web.security import COOKIE, Role, Users, hashed_password, hashed_token
 from tests.proxy import LossyProxy
 from tests.redis.conftest import bench, bench_on  # noqa: F401 - fixtures
-from tests.support import APP, wait_until
+from tests.support import APP, page, wait_until
 
 from .conftest import HERE, Visitor
 
@@ -856,6 +858,12 @@ def test_a_pause_of_many_is_ended_by_its_tag_alone(client, schedule, e):
     assert client("POST", "/resume-many", {"all": True}).json()["was_paused"] is False
     assert [pause["note"] for pause in client("GET", "/pauses").json()["pauses"]] == ["migration"]
     assert client("POST", "/resume-many", {"tag": "t"}).json() == {"was_paused": True, "pauses": []}
+
+
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"health", "export", "import", "web"}))
+def test_a_reader_of_a_text_finds_the_operation_of_a_command(command):
+    assert f"/{command}" in DOCUMENT["paths"] or re.search(rf"\b{command}\b.*\(", DOCUMENT["info"]["description"])
+    assert f"/{command}" in DOCUMENT["paths"] or f"``{command}``" in page("how-to/http-api")
 
 
 def test_a_preview_says_the_runs_and_stores_nothing(client, redis):

@@ -34,7 +34,9 @@ ERRORS: Mapping[int, str] = {
 _ABOUT = (
     "What operators do with the entries, runs and locks of a Celery app. Names of entries stand in the query. A change "
     "needs a bearer token; a browser that is signed in otherwise sends the token of its cookie in the header "
-    "X-Singlebeat-Token. Arguments are masked as on the page."
+    "X-Singlebeat-Token. Arguments are masked as on the page. Some texts name commands, such as celery singlebeat "
+    "changes: the operation has the same name, but for add, edit and delete (PUT, PATCH and DELETE /entry), list "
+    "(/entries), show (/entry), trigger (/run), and pause and resume with --all or --tag (/pause-many, /resume-many)."
 )
 
 
