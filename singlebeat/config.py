@@ -284,7 +284,8 @@ class Config:
         ("*password*", "*passwd*", "*token*", "*secret*", "*api?key*", "*apikey*", "*authorization*", "*credential*"),
         _patterns,
         "Patterns of the names of the arguments whose values are shown as ``**``, in any case and to any depth: in "
-        "commands, in the record of a lock and in the log (:ref:`masking`).",
+        "commands, in the record of a lock and in the log (:ref:`masking`). If there is one, URLs with passwords are "
+        "masked, too.",
     )
     singlebeat_other_app_check: str = _setting(
         "warn",

@@ -45,6 +45,11 @@ OF_CALL = frozenset({"name", "task", "schedule", "args", "kwargs", "options", "e
 #: The fields of a call and of its options that may hold arguments, or further calls, as a string.
 IN_TEXT = frozenset({"args", "kwargs", "argsrepr", "kwargsrepr", "link", "link_error", "chain", "chord"})
 
+#: The part of a URL before its password, or before its port; and the password in the query of a URL.
+_USER = re.compile(r"://[^:@/\s]*:")
+_WORD = re.compile(r"\S+")
+_IN_QUERY = re.compile(r"[?&]password=")
+
 #: The name of a value in JSON, in a repr, or in what is neither. A long or escaped one could be any name.
 _NAME = re.compile(
     r"""(?P<quote>["'])(?:(?P<name>(?:[^"'\\]|\\.){1,200})(?P=quote)\s*:|(?P<long>(?:[^"'\\]|\\.){201}))"""
@@ -56,6 +61,7 @@ _NAME = re.compile(
 def masked(value: Any, app: Celery) -> Any:
     """Return a value in which secret arguments are masked: those whose names match ``singlebeat_masked_arguments``.
 
+    A string in which a URL has a password is secret, too. It is masked as a whole, so that ``unmasked`` can replace it.
     Dictionaries, lists and tuples are masked to any depth. A dictionary that names a task and its args, such as a
     definition or a signature, is that call: see ``masked_arguments``.
     """
@@ -83,7 +89,8 @@ def masked_arguments(task: str, args: Sequence[Any], app: Celery) -> list[Any]:
 def masked_text(text: str, app: Celery, *, task: str = "") -> str:
     """Return JSON or a repr with secret arguments masked, unchanged if there are none.
 
-    A string that cannot be parsed is cut off behind the first secret name, or behind ``args``, which have no names.
+    A string that cannot be parsed is cut off behind the first secret name, behind ``args``, which have no names, or
+    before the first password of a URL.
 
     Args:
         task: name of the task whose positional arguments the string shows, if it shows such.
@@ -105,8 +112,23 @@ def masked_text(text: str, app: Celery, *, task: str = "") -> str:
             continue
     if task and any(_secret_positions(task, app, patterns, 100)):
         return MASK
-    first = next((found for found in _NAME.finditer(text) if _may_be_secret(found, patterns)), None)
-    return text if first is None else f"{text[: first.end()]} {MASK}…"
+    secret = next((found.end() for found in _NAME.finditer(text) if _may_be_secret(found, patterns)), len(text))
+    first = min(secret, _password_of_url(text))
+    return text if first == len(text) else f"{text[:first]} {MASK}…"
+
+
+def _password_of_url(text: str) -> int:
+    """Return where the first password of a URL in a string begins; the string's length if there is none.
+
+    It reaches up to the last ``@`` before a blank, because passwords are often not quoted as a URL requires.
+    """
+    if "://" in text:
+        for word in _WORD.finditer(text):
+            if found := _USER.search(word[0].rpartition("@")[0]):
+                return word.start() + found.end()
+        if found := _IN_QUERY.search(text):
+            return found.end()
+    return len(text)
 
 
 def _may_be_secret(found: re.Match[str], patterns: tuple[str, ...]) -> bool:
@@ -244,7 +266,7 @@ def _masked(value: Any, patterns: tuple[str, ...], app: Celery, task: str = "") 
     if isinstance(value, list | tuple):
         shown_ = [_masked(each, patterns, app) for each in value]
         return shown_ if isinstance(value, list) else tuple(shown_)
-    return value
+    return MASK if isinstance(value, str) and _password_of_url(value) < len(value) else value
 
 
 def _in_text(value: Any, patterns: tuple[str, ...], app: Celery, task: str) -> Any:

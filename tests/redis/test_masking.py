@@ -10,7 +10,7 @@ from celery.schedules import schedule
 from singlebeat import Entry, Schedule, Singleton
 
 SECRET = "hunter2"
-KWARGS = {"user": "ann", "api_token": SECRET, "more": [{"Password": SECRET}]}
+KWARGS = {"user": "ann", "api_token": SECRET, "more": [{"Password": SECRET}], "to": f"https://ann:{SECRET}@shop.test/"}
 UNREADABLE = {"__type__": "interval", "every": SECRET}
 
 

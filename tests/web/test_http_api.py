@@ -866,6 +866,19 @@ def test_a_reader_of_a_text_finds_the_operation_of_a_command(command):
     assert f"/{command}" in DOCUMENT["paths"] or f"``{command}``" in page("how-to/http-api")
 
 
+def test_the_password_of_a_url_is_not_shown_and_not_lost(client, schedule):
+    url = "https://ann:geheim@shop.test/hook"
+    schedule.upsert("e", PLAIN, 60, kwargs={"hook": url})
+
+    shown = client("GET", "/entry", name="e")
+    assert shown.json()["definition"]["kwargs"] == {"hook": "**"}
+    assert "geheim" not in client.page.get("/edit?name=e", headers={"Authorization": "Bearer admin"}).text
+    client("PATCH", "/entry", {"definition": {"kwargs": {"hook": "**", "n": 1}}}, name="e")
+
+    assert schedule.get("e").kwargs == {"hook": url, "n": 1}
+    assert "geheim" not in client("GET", "/changes").text
+
+
 def test_a_preview_says_the_runs_and_stores_nothing(client, redis):
     body = {"definition": {**NIGHTLY, "schedule": {"__type__": "crontab", "minute": "30", "hour": "2"}}}
 
