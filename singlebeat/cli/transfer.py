@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -14,6 +15,7 @@ import click
 from ..beat.calendar.clocked import comes_once
 from ..beat.calendar.zone import app_zone
 from ..beat.entries.author import Author
+from ..beat.entries.definition import MOST_NESTED
 from ..beat.entries.entry import Entry
 from ..beat.entries.fields import BATCH
 from ..beat.entries.save import save_entries
@@ -32,6 +34,12 @@ if TYPE_CHECKING:
 
 #: The fields of a row of an export.
 FIELDS = ("name", "definition", "policy", "meta")
+
+#: Arrays and objects in one another that are read of a file: those around a definition, and one too many in it.
+DEEPEST = 2 + MOST_NESTED + 1
+
+#: A string or a bracket of JSON.
+_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 
 
 @command("export")
@@ -98,7 +106,7 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], dry_run: bool) -> None:
     """
     source = getattr(file, "name", "standard input")
     try:
-        rows = json.load(file)  # of bytes, json reads UTF-8 and UTF-16, with or without a byte order mark
+        rows = _loads(file.read())
     except (ValueError, RecursionError) as exc:
         fail(f"{source} is no JSON: {exc}", UNANSWERED)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -120,6 +128,29 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], dry_run: bool) -> None:
         click.echo(f"{'can be stored' if dry_run else 'stored'}: {len(stored)} of {len(named)}")
         _name(problems)
     raise SystemExit(1 if problems else 0)
+
+
+def _loads(data: bytes) -> Any:
+    """Read JSON in UTF-8 or UTF-16, with or without a byte order mark; one entry that is too deep harms no other."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        return json.loads(_shallow(data.decode(json.detect_encoding(data), "surrogatepass")))
+
+
+def _shallow(text: str) -> str:
+    """Return JSON without the parts that are nested so deeply that their entry is refused without them, too."""
+    kept, depth, begin = [], 0, 0
+    for token in _TOKEN.finditer(text):
+        if token[0] in {"[", "{"}:
+            depth += 1
+            if depth == DEEPEST:
+                kept.append(text[begin : token.end()])
+        elif token[0] in {"]", "}"}:
+            if depth == DEEPEST:
+                begin = token.start()
+            depth -= 1
+    return "".join((*kept, text[begin:]))
 
 
 def _name(problems: Mapping[str, object], level: str = "problem") -> None:

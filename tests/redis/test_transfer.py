@@ -256,6 +256,27 @@ def test_a_file_may_be_written_by_any_redirection(cli, app, tmp_path, encoding):
     assert Schedule(app).get("é").task == TASK
 
 
+@pytest.mark.parametrize("depth", [300, 1_000, 100_000])
+@pytest.mark.parametrize("field", ["args", "kwargs"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_an_entry_nested_too_deeply_is_named_and_the_rest_stored(cli, app, redis, depth, field, encoding):
+    begin, end = ("[", "]") if field == "args" else ('{"]\\"": ', "}")
+    deep = begin * depth + '"}\\\\"' + end * depth
+    definition = {"name": "x", "task": TASK, "schedule": 60.0}
+    rows = [{"name": name, "definition": definition | {"kwargs": {"a": "[{"}}} for name in ("before", "deep", "after")]
+    text = json.dumps(rows)
+    at = text.index('"[{"', text.index('"deep"'))
+    text = text[:at] + deep + text[at + len('"[{"') :]
+
+    result = cli("import", "-", stdin=text.encode(encoding), code=1)
+
+    assert result.stdout == "stored: 2 of 3\n"
+    assert result.stderr == (
+        "deep: definition is nested too deeply: use at most 250 arrays and objects in one another\n"
+    )
+    assert {entry.name for entry in Schedule(app).list()} == {"before", "after"}
+
+
 def test_an_entry_that_beat_cannot_use_is_not_imported(cli, app, redis):
     """Nor said to be, in a dry run; a name that no client can send does not stop the rest."""
     good = {"task": TASK, "schedule": 60}
