@@ -15,7 +15,7 @@ from ..beat.schedule import Schedule
 from ..beat.status import ScheduleStatus
 from ..beat.store.probe import HISTORY, schedule_refusal
 from ..connections import schedule_client, schedule_place
-from ..diagnosis.facts import facts_of, paused_by, pauses_recorded, read_entry
+from ..diagnosis.facts import facts_of, read_entry, with_pauses
 from .output import command, marked, moment, parse_instant, printable, show_json, table
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def history_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
     The last decision comes first. How a run ended is known if its worker has singlebeat.
     """
     entries = Schedule(app)
-    records = entries.history(name, count)
+    records = with_pauses(entries, entries.history(name, count), name)
     if name is not None and not records:
         read_entry(entries, name, ScheduleStatus.of(app))  # raises if there is no entry of this name
     if lost := _lost(app, records, count):
@@ -48,14 +48,11 @@ def history_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
     if as_json:
         show_json([asdict(record) for record in records])
         return
-    rows, is_open = [], any(record.decision == "paused" and not record.reason for record in records)
-    pauses = pauses_recorded(entries, name) if is_open else {}
+    rows = []
     for record in records:
         end = record.end
         took = f" {end.duration:.1f} s" if end and end.duration is not None else ""
         outcome = f"{end.outcome}{took}" if end else record.reason
-        if record.decision == "paused" and not record.reason:
-            outcome = paused_by(pauses.get(record.entry, ()), record.at)
         rows.append((record.entry, moment(record.nominal), record.decision, outcome or "-"))
     table(("ENTRY", "FOR", "DECISION", "END, OR WHY"), rows)
 

@@ -35,11 +35,13 @@ MOST_COUNTED = 20_000
 def status_(app: Celery, as_json: bool) -> None:
     """Show the leader and the standbys, and how many entries are scheduled, overdue, pending and quarantined.
 
-    It names each problem with the leader, the clocks and the server.
+    It names each problem with the leader, the clocks and the server. In JSON, paused_by_name and disabled are null if
+    these entries were not counted.
     """
     state = ScheduleStatus.of(app)
     if as_json:
-        show_json(asdict(state))
+        paused, disabled = _off(app, state) or (None, None)
+        show_json({**asdict(state), "paused_by_name": paused, "disabled": disabled})
         return
     click.echo(printable(f"leader      {', '.join(filter(None, (who(state), state.renewed)))}"))
     refused = ticks_refusal(app)
@@ -85,15 +87,20 @@ def status_(app: Celery, as_json: bool) -> None:
         click.echo(marked(f"  {name}: {record['reason']}", "problem"))
 
 
+def _off(app: Celery, state: ScheduleStatus) -> tuple[int, int] | None:
+    """Return how many entries are paused by name, and how many are disabled; None if that is not counted."""
+    if state.entries <= MOST_COUNTED:
+        with suppress(ResponseError):  # doctor names what the server refuses, and keys of wrong types
+            return off_by_name(app)
+    return None
+
+
 def _pauses(app: Celery, state: ScheduleStatus) -> Iterator[str]:
     """Yield lines about the entries that are paused by name or disabled, and about pauses of many."""
-    counts = (0, 0)
     if state.entries > MOST_COUNTED:
         listed = "celery singlebeat list --state paused, or --state disabled"
         yield f"off         not counted of more than {MOST_COUNTED} entries ({listed})"
-    else:
-        with suppress(ResponseError):  # doctor names what the server refuses, and keys of wrong types
-            counts = off_by_name(app)
+    counts = _off(app, state) or (0, 0)
     words = zip(("paused", "disabled"), (" by name", ""), counts, strict=True)
     off = [
         f"{counted(count, 'entry is', 'entries are')} {word}{how} (celery singlebeat list --state {word})"

@@ -6,6 +6,7 @@ import shlex
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -70,6 +71,7 @@ __all__ = (
     "statics_here",
     "why_gone",
     "why_outdated",
+    "with_pauses",
 )
 
 #: Seconds after which a command checks a state again that may be transient.
@@ -337,6 +339,27 @@ def paused_by(changes: Sequence[Change], at: datetime | None = None) -> str:
     """
     change = next((change for change in changes if at is None or change.at <= at), None)
     return f"since {change.at:%Y-%m-%d %H:%M:%SZ} by {change.actor or 'another program'}" if change is not None else ""
+
+
+def with_pauses(entries: Schedule, records: Sequence[Record], name: str | None = None) -> Sequence[Record]:
+    """Return decisions in which a pause without a note is the reason since when it lasts, and by whom.
+
+    Args:
+        name: of the entry that all are about; None: of any entries.
+    """
+    if not any(map(_is_unnoted_pause, records)):
+        return records
+    changes = pauses_recorded(entries, name)
+    return [
+        replace(record, reason=paused_by(changes.get(record.entry, ()), record.at))
+        if _is_unnoted_pause(record)
+        else record
+        for record in records
+    ]
+
+
+def _is_unnoted_pause(record: Record) -> bool:
+    return record.decision == "paused" and not record.reason
 
 
 def _paused_by(entries: Schedule, entry: Entry) -> str:

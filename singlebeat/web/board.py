@@ -21,7 +21,7 @@ from ..beat.schedule import Schedule
 from ..beat.status import ScheduleStatus
 from ..beat.store.history import Record
 from ..diagnosis.doctor import Finding, Read, findings
-from ..diagnosis.facts import facts_of
+from ..diagnosis.facts import facts_of, with_pauses
 from ..diagnosis.locks import locks_of
 from ..diagnosis.workers import BrokerError, Workers
 from ..errors import ConflictError
@@ -240,7 +240,9 @@ class Board:
         """
 
         def read() -> Sequence[Record]:
-            return self.histories([name], count)[name] if name else self.schedule().history(None, count)
+            entries = self.schedule()
+            found = entries.histories([name], count)[name] if name else entries.history(None, count)
+            return with_pauses(entries, found, name or None)
 
         records: Sequence[Record] = self.poller.shared(("history", name, count), read)
         return records

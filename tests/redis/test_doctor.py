@@ -317,6 +317,8 @@ def test_entries_that_are_off_by_name_are_counted_and_have_an_author(findings, c
         "(celery singlebeat list --state disabled)\n"
     ) in told
     since = f"{now:%Y-%m-%d} ..:..:..Z"
+    counts = json.loads(cli("status", "--json").stdout)
+    assert (counts["paused_by_name"], counts["disabled"]) == (2, 1)
     assert re.search(f"^held: paused since {since} by ann$", listed_, re.MULTILINE)
     assert re.search(rf"^noted: paused since {since} by ann \(INC-7\)$", listed_, re.MULTILINE)
     assert "by ann (INC-7)" not in active
@@ -326,6 +328,8 @@ def test_entries_that_are_off_by_name_are_counted_and_have_an_author(findings, c
     measured(rows)
     assert re.search(f" paused +since {since} by ann$", rows, re.MULTILINE)
     assert re.search(r" paused +INC-7$", rows, re.MULTILINE)
+    (record,) = json.loads(cli("history", "held", "--json").stdout)
+    assert re.fullmatch(f"since {since} by ann", record["reason"])
     assert re.search(r" paused +disabled$", rows, re.MULTILINE)
     cli("resume", "held")
     assert re.search(f" paused +since {since} by ann$", cli("history", "held").output, re.MULTILINE)
@@ -334,6 +338,8 @@ def test_entries_that_are_off_by_name_are_counted_and_have_an_author(findings, c
     assert "\nquarantine  0\n" in cli("status").output, "a key that status does not need"
     monkeypatch.setattr("singlebeat.cli.status.MOST_COUNTED", 3)
     assert "\noff         not counted of more than 3 entries (" in cli("status").output
+    counts = json.loads(cli("status", "--json").stdout)
+    assert (counts["paused_by_name"], counts["disabled"]) == (None, None)
 
 
 def test_explain_and_history_say_that_the_schedule_was_lost(cli, bench):

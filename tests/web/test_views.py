@@ -194,6 +194,21 @@ def test_a_choice_never_leads_to_another_site(page, back):
     assert re.match(r"/(?![/\\])", answer.headers["location"])
 
 
+def test_a_run_left_out_by_a_pause_without_a_note_says_by_whom(visit, bench):  # noqa: F811
+    bench.put("held")
+    Schedule(bench.app, actor="ann").pause("held")
+    bench.tick()
+    page = visit(of=bench.app)
+
+    why = re.compile(r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ by ann")
+    for path in ("/history", "/history?name=held", "/history.csv", "/entry?name=held"):
+        assert why.search(page.get(path).text), path
+    for path in ("/api/history", "/api/history?name=held"):
+        (record,) = page.get(path).json()["records"]
+        assert record["decision"] == "paused"
+        assert why.fullmatch(record["reason"]), path
+
+
 def test_the_history_is_filtered_and_downloaded(visit, bench):  # noqa: F811
     bench.put("=cmd()", ago=timedelta(hours=1.5))
     bench.put("p", ago=timedelta(hours=1.5), paused=True)
