@@ -13,6 +13,8 @@ from zoneinfo import ZoneInfo
 
 from ..beat.calendar.shifts import effects
 from ..beat.calendar.words import in_words
+from ..beat.delivery import Delivery
+from ..beat.destination import queue_of_call
 from ..beat.entries.definition import why_too_deep
 from ..beat.entries.entry import NOTHING, Entry
 from ..beat.entries.policy import EntryPolicy
@@ -20,6 +22,7 @@ from ..errors import ConflictError, EntryError, UnknownEntryError
 from ..masking import MaskError
 from .actions import Page, leads_to
 from .draft import FIELDS, FREQUENCIES, KINDS, UNITS, Draft
+from .render import sentence
 from .versions import version_of
 
 if TYPE_CHECKING:
@@ -47,7 +50,7 @@ class Preview:
     runs: Sequence[datetime]
     effects: Sequence[str]  #: of the shifts of the clocks within a year
     zone: tzinfo
-    unknown_task: str  #: that no worker knows the task; empty if one does, or if none could be asked
+    unknown_task: str  #: that no worker, or none that reads its queue, knows the task; empty if unknown
 
 
 def ask(board: Board, request: PageRequest, user: User) -> Page:
@@ -185,11 +188,20 @@ def _preview(board: Board, draft: Draft, schedule: BaseSchedule | None) -> Previ
     policy = draft.wishes()
     given = {option: value for option, value in policy.items() if value is not None and option not in draft.errors}
     entry = Entry("preview", "preview", schedule, app=board.app, policy=EntryPolicy.of(given))
-    return preview_of(board, entry, draft.values["task"].strip())
+    task, queue = draft.values["task"].strip(), ""
+    with suppress(Exception):  # a user's router may raise anything
+        args, kwargs, options = (json.loads(draft.values[name] or "null") for name in ("args", "kwargs", "options"))
+        queue = queue_of_call(board.app, task, options or {}, args, kwargs)
+    return preview_of(board, entry, task, queue)
 
 
-def preview_of(board: Board, entry: Entry, task: str) -> Preview:
-    """Return what an entry would do."""
+def preview_of(board: Board, entry: Entry, task: str, queue: str | None) -> Preview:
+    """Return what an entry would do.
+
+    Args:
+        task: that it runs; empty if it is not known yet.
+        queue: to which the task goes; empty or None if this process cannot know it.
+    """
     zone, now = board.zone_of(entry), board.now
     runs = [*islice(entry.timetable.runs(now, now), PREVIEWED)]
     workers, unknown = board.workers(), ""
@@ -199,6 +211,8 @@ def preview_of(board: Board, entry: Entry, task: str) -> Preview:
             unknown = "No worker answers, so it is not known whether one has the task."
         elif task not in known:
             unknown = f"No worker that answers knows the task {task}: a worker that gets its message drops it."
+        elif queue and (wrong := Delivery.of(queue, workers.readers).without(task)):
+            unknown = f"{sentence(wrong)}."
     return Preview(in_words(entry.schedule), runs, [*effects(entry.schedule, zone, now)], zone, unknown)
 
 

@@ -15,7 +15,10 @@ from celery.schedules import crontab, schedule
 from redbeat.schedules import rrule
 
 from singlebeat import Entry, Schedule
+from singlebeat.beat.delivery import Reader
 from singlebeat.beat.entries.schedule_json import Encoder
+from singlebeat.diagnosis.workers import Workers
+from singlebeat.web.security import COOKIE
 from tests.support import APP
 
 from .test_security import HOSTILE
@@ -306,6 +309,34 @@ def test_the_preview_has_words_runs_and_the_shifts_of_the_clocks(page, entries):
     assert text.count("<li>") == 5
     assert "02:30 does not exist" in text
     assert "02:30 comes twice" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ('{"queue": "bills"}', "No worker that answers and reads queue bills knows the task"),
+        ("{}", ""),
+        ('{"queue": ["bills"]}', ""),
+        ("[", ""),
+    ],
+)
+def test_the_preview_says_if_the_readers_of_the_queue_lack_the_task(page, monkeypatch, options, said):
+    queues = {"w1": ("celery", {PLAIN}), "w2": ("bills", {"other"})}
+    readers = {name: Reader(frozenset({queue}), frozenset(tasks), 1, ()) for name, (queue, tasks) in queues.items()}
+    known = {name: reader.tasks for name, reader in readers.items()}
+    answers = Workers({}, known, dict.fromkeys(readers, "1"), readers, {}, (0.0, 0.0))
+    monkeypatch.setattr(Workers, "ask", lambda _: answers)
+    form = values(page.get("/edit").text) | {"name": "e", "task": PLAIN, "options": options}
+
+    texts = [page.post("/preview", data=form).text]
+    if options in {"{}", '{"queue": "bills"}'}:
+        draft = {"task": PLAIN, "schedule": 60, "options": json.loads(options)}
+        headers = {"X-Singlebeat-Token": page.cookies[COOKIE]}
+        texts.append(page.post("/api/preview", json={"definition": draft}, headers=headers).json()["unknown_task"])
+
+    for text in texts:
+        assert ("drops the message" in text) is bool(said), text
+        assert said in text
 
 
 def test_the_preview_stores_nothing(page, redis):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ...beat.delivery import queue_of
 from ...errors import ConflictError, EntryError, UnknownEntryError
 from ..actions import MOST_RUNS, PATIENCE, end_present_term, free_lock
 from ..board import CALCULATED_FOR
@@ -137,7 +138,7 @@ def preview(call: Call) -> Result:
     entry = entries.drafted(call.board, "preview", call.given["definition"], call.given["policy"] or {})
     if why := entry.why_unusable(call.board.now):
         raise EntryError(why)
-    found = preview_of(call.board, entry, entry.task)
+    found = preview_of(call.board, entry, entry.task, queue_of(call.board.app, entry))
     return Result(
         {"words": found.words, "runs": [*found.runs], "effects": [*found.effects], "unknown_task": found.unknown_task}
     )
