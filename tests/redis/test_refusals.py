@@ -575,6 +575,25 @@ def test_the_lock_of_a_broker_that_is_away_says_why_it_stays(cli, server, redis,
     assert re.search(r"the broker cannot be asked for its message: \S+", explained)
 
 
+def test_explain_waits_only_once_for_a_locks_server_that_hangs(cli, server, redis, own_server, bench_on, monkeypatch):
+    bench = bench_on(server, singleton_backend_url=own_server.url, singlebeat_socket_timeout=0.2)
+    bench.put(task=f"{APP}.single")
+    bench.tick()
+    (message,) = bench.messages
+    runs = Workers({message.headers["id"]: "w"}, {}, {}, {}, {}, (0.0, 0.0))
+    monkeypatch.setattr(Workers, "ask", lambda _: runs)
+    asked = []
+    for asking in ("facts.lock_refusal", "workers.living_workers"):
+        monkeypatch.setattr(f"singlebeat.diagnosis.{asking}", lambda *args, what=asking: asked.append(what) or "")
+
+    own_server.pause()
+    explained = cli("explain", "e", app=bench.app).output
+    own_server.resume()
+
+    assert "It runs now, on w." in explained
+    assert asked == []
+
+
 def test_a_broker_that_refuses_is_not_called_unreachable(cli, server, redis, own_server, bench_on, caplog):
     bench = bench_on(server, broker_url=own_server.celery_url, task_publish_retry=False)
     with full(own_server):
