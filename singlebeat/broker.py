@@ -171,8 +171,10 @@ class BrokerConnection:
                 raise BlockedError(BLOCKED)
             # A late confirmation of the message that was held would be taken for that of the next one.
             self.abandon()
-        # One attempt: the caller must not wait for the broker, and retries by itself.
-        return self.connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
+        # One attempt, of several brokers one for each: the caller must not wait for the broker, and retries by itself.
+        # No timeout bounds the wait for the name of a host, and drivers ask for the name more than once an attempt.
+        retries = max(0, len(self.connection.alt) - 1)
+        return self.connection.ensure_connection(max_retries=retries, interval_start=0, interval_step=0)
 
     def forget(self) -> None:
         """Forget a connection that failed; the next message makes a new one.

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import re
 
-__all__ = ("advice", "advice_of_writes", "denied_command", "is_denied", "is_full", "is_login_refused", "with_advice")
+__all__ = (
+    "advice",
+    "advice_of_writes",
+    "denied_command",
+    "is_denied",
+    "is_full",
+    "is_key_denied",
+    "is_login_refused",
+    "with_advice",
+)
 
 #: Errors that concern every write, and what to do.
 _ADVICE = {
@@ -64,6 +73,8 @@ def _acl_hint(exc: Exception) -> str:
     """Return the advice to add to an error of a user who may not run a command; empty for any other error."""
     if command := denied_command(str(exc)):
         return f": grant +{command} (docs, Rights)"
+    if is_key_denied(exc):
+        return ": grant all keys with the prefix of that key, which ACL LOG on the server names (docs, Rights)"
     # Redis before 7.2 does not name the command of a script.
     return " (ACL LOG on the server names the command; docs, Rights)" if is_denied(exc) else ""
 
@@ -79,10 +90,22 @@ def denied_command(error: str) -> str:
     return found[1].lower() if found else ""
 
 
+#: The errors of a user who may not use a key, of calls and of commands in scripts, from Redis 6.2 on.
+_KEY_DENIED = (
+    *("no permissions to access a key", "no permissions to access one of the keys"),
+    "can't access at least one of the keys",
+)
+
+
+def is_key_denied(error: Exception | str) -> bool:
+    """Return whether the user may not use a key, by an error of a Redis server, which does not name the key."""
+    return any(text in str(error).lower() for text in _KEY_DENIED)
+
+
 def is_denied(error: Exception | str) -> bool:
     """Return whether the user lacks a right, by an error of a Redis server."""
-    return bool(denied_command(str(error))) or any(
-        text in str(error).lower()
-        # The errors of calls and of commands in scripts, from Redis 6.2 on.
-        for text in ("noperm", "no permissions to", "can't run this command", "can't access at least one of the keys")
+    return (
+        bool(denied_command(str(error)))
+        or is_key_denied(error)
+        or any(text in str(error).lower() for text in ("noperm", "no permissions to", "can't run this command"))
     )

@@ -38,6 +38,7 @@ from ..connections import broker_place, schedule_client, schedule_place
 from ..errors import EntryError, LockBackendError, UnknownEntryError
 from ..locks import backend_of
 from ..run_results import RESULT_NOT_STORED
+from ..server_errors import is_denied
 from .leader import refusal
 from .locks import held_by, locks_of, waiting
 from .workers import (
@@ -185,8 +186,10 @@ def _why_missing(app: Celery, entries: Schedule, name: str, state: ScheduleStatu
     return f". It is in beat_schedule, which a beat stores when it begins to lead: {why}"
 
 
-def _delivery(app: Celery, entry: Entry | None, workers: Workers | None) -> Delivery | None:
-    return delivery_of(app, queue_of(app, entry) or "", workers) if entry is not None else None
+def _delivery(app: Celery, entry: Entry | None, workers: Workers | None, *, locks_answer: bool) -> Delivery | None:
+    if entry is None:
+        return None
+    return delivery_of(app, queue_of(app, entry) or "", workers, locks_answer=locks_answer)
 
 
 def _pending(app: Celery, name: str) -> Occurrence | None:
@@ -240,13 +243,16 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         task = record.task_id
     locks, locks_away, found = dict[str, HeldLock](), "", None
     try:
-        if pending is not None:  # it may wait for the locks' server
+        # A pending run may wait for the locks' server. While that hangs, no other call is to wait for it, too.
+        if pending is not None or task:
             backend_of(app).workers_seen()
         locks = dict(held_by(app, {task} - {"", *(running or ())}))
         if task in locks and locks[task].state == "queued":
             found = next(iter(examine(app, list(islice(waiting(locks_of(app), {task}), 1)))), None)
     except LockBackendError as exc:
-        locks_away = lock_server_says(app, exc)
+        # A right that this user lacks does not matter to a run that is known to be running.
+        is_of_interest = pending is not None or task not in (running or ()) or not is_denied(exc)
+        locks_away = lock_server_says(app, exc) if is_of_interest else ""
     # A run without an end may have ended, and the server may have refused the record.
     is_doubtful = pending is not None or bool(state.due) or not state.works or bool(task)
     refused = schedule_refusal(app) if is_doubtful else ""
@@ -276,7 +282,9 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         now=datetime.fromtimestamp(state.now, UTC),
         answering=workers.readers.keys() if workers else (),
         last_seen=last_seen(app) if workers and locks else {},
-        delivery=_delivery(app, entry, workers) if state.is_led_by(owner_of(app)) else None,
+        delivery=_delivery(app, entry, workers, locks_answer=not locks_away)
+        if state.is_led_by(owner_of(app))
+        else None,
         no_place=entries.no_place(name) if entry is not None else "",
         late_place=next((str(place) for _, place in late_places(app, [entry])), "") if entry is not None else "",
         pending=pending,

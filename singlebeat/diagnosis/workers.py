@@ -135,11 +135,15 @@ class Workers:
                 yield worker, shown - began
 
 
-def delivery_of(app: Celery, queue: str, workers: Workers | None) -> Delivery | None:
-    """Return the delivery of a queue; None if the queue is unknown (empty), or if the workers could not be asked."""
+def delivery_of(app: Celery, queue: str, workers: Workers | None, *, locks_answer: bool = True) -> Delivery | None:
+    """Return the delivery of a queue; None if the queue is unknown (empty), or if the workers could not be asked.
+
+    Args:
+        locks_answer: the locks' server can be asked which workers live, so which of them are silent.
+    """
     if not queue or workers is None:
         return None
-    delivery = Delivery.of(queue, workers.readers, silent_workers(app, workers))
+    delivery = Delivery.of(queue, workers.readers, silent_workers(app, workers) if locks_answer else ())
     if not delivery.unread:
         return delivery
     return replace(delivery, messages=count_messages(app, queue), other_apps=other_apps(app))

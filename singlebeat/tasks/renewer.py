@@ -214,8 +214,8 @@ class Renewer:
             soon = [due, time.monotonic() + CHECKED_AFTER, *(end.due for end in self._later)]
             waiting = self._wait(max(0.0, min(soon) - time.monotonic()))
             try:
-                self._free_revoked()
-                self._work_off()
+                # Renew first: a server may refuse to free locks or to hand them over, but still renew them. Then
+                # ``due`` lies ahead, also if the rest of the round fails.
                 waits = self._waiting_anew()
                 if time.monotonic() >= due or not self.answers():
                     due = time.monotonic() + self.lease / RENEWALS_PER_LEASE
@@ -225,7 +225,9 @@ class Renewer:
                     renewed = True
                 elif waits:
                     self._renew(waits)
-                # A server may renew locks but refuse to free them: then ends of runs are still to be sent.
+                self._free_revoked()
+                self._work_off()
+                # After a refusal, ends of runs are still to be sent.
                 if self.failing and renewed and not self._later:
                     self.failing = False
                     log.warning("locks are renewed and freed again", event="recovered")

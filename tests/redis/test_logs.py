@@ -220,7 +220,7 @@ def test_a_copy_that_was_refused_does_not_hide_how_the_run_ended(bench):
 def test_a_hostile_entry_cannot_forge_a_line_or_a_pair(bench, logged, caplog):
     forged = "[INFO] beat: Acquired lock: this beat leads event=leadership_gained term=9"
     bench.put(f"e\n{forged}")
-    bench.put(f"bad\n{forged}", options={"stamped_headers": [f"x\n{forged}"]})
+    bench.put(f"bad\n{forged}", task=SINGLE, kwargs={f"x\n{forged}": 1})
     bench.put("broken")
     bench.redis.hset("redbeat:broken", "policy", json.dumps({f"\n{forged}": 1}))
     bench.tick()

@@ -392,7 +392,13 @@ def test_a_pause_of_all_until_a_time_of_day(bench, cli):
 
     cli("pause", "--all", "--until", "2100-01-01T00:00+01:00")
     assert bench.schedule.pauses()[0].until == datetime(2099, 12, 31, 23, tzinfo=UTC)
-    assert "has passed" in cli("pause", "--all", "--until", "2000-01-01", code=2).output
+
+
+def test_a_pause_until_a_time_that_has_passed_says_what_to_do(bench, cli):
+    said = cli("pause", "--all", "--until", "2000-01-01", code=2).output
+
+    assert "until is 2000-01-01 00:00:00Z, which has passed: the time is 2" in said
+    assert "Use a later time, or leave until out for a pause without an end" in said
 
 
 def test_a_page_shows_the_entries_that_a_pause_of_many_covers_as_paused(bench):

@@ -222,7 +222,40 @@ def test_the_doctor_names_a_prefix_that_the_acl_lacks(findings, server, redis):
         ((level, text),) = findings("locks' server", app=app)
     redis.acl_deluser("mute")
     assert level == "problem"
-    assert "ACL LOG on the server names the command; docs, Rights" in text
+    assert text == "its user may not use the key SINGLETONLOCK_{doctor}: grant all keys with that prefix (docs, Rights)"
+
+
+@pytest.mark.parametrize("key", ["redbeat::schedule", "redbeat::placed", "redbeat::history", "redbeat::lock"])
+def test_beat_and_doctor_name_a_key_of_the_schedule_that_the_acl_lacks(cli, server, redis, bench_on, logged, key):
+    keys = Keys.of(bench_on(server).app)
+    allowed = [name for name in (*keys.own, keys.entry("e")) if name != key]
+    redis.acl_setuser("mute", enabled=True, nopass=True, categories=["+@all"], keys=[*allowed, "SINGLETONLOCK_*"])
+    bench_on(server).put()
+    bench = bench_on(server, redbeat_redis_url=server.url.replace("://", "://mute:any@"))
+
+    bench.tick()
+    rows = json.loads(cli("doctor", "--json", app=bench.app, code=1).stdout)
+    redis.acl_deluser("mute")
+
+    (told,) = logged("trouble")
+    advice = "grant all keys with that prefix (docs, Rights)"
+    assert told["reason"].endswith(f": the key {key} is denied to this user: {advice}")
+    (text,) = [row["text"] for row in rows if row["about"] == f"key {key}"]
+    assert text == f"it is denied to this user, and beat cannot use it: {advice}"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "No permissions to access a key",
+        "This user has no permissions to access one of the keys used as arguments",
+        "The user executing the script can't access at least one of the keys mentioned in the command arguments",
+    ],
+)
+def test_an_error_about_a_key_has_advice_about_keys(error):
+    advice = "grant all keys with the prefix of that key, which ACL LOG on the server names (docs, Rights)"
+
+    assert with_advice(ResponseError(error)) == f"{error}: {advice}"
 
 
 @contextmanager
@@ -540,6 +573,25 @@ def test_the_lock_of_a_broker_that_is_away_says_why_it_stays(cli, server, redis,
 
     assert f"The broker {own_server.url} does not answer: " in explained
     assert re.search(r"the broker cannot be asked for its message: \S+", explained)
+
+
+def test_explain_waits_only_once_for_a_locks_server_that_hangs(cli, server, redis, own_server, bench_on, monkeypatch):
+    bench = bench_on(server, singleton_backend_url=own_server.url, singlebeat_socket_timeout=0.2)
+    bench.put(task=f"{APP}.single")
+    bench.tick()
+    (message,) = bench.messages
+    runs = Workers({message.headers["id"]: "w"}, {}, {}, {}, {}, (0.0, 0.0))
+    monkeypatch.setattr(Workers, "ask", lambda _: runs)
+    asked = []
+    for asking in ("facts.lock_refusal", "workers.living_workers"):
+        monkeypatch.setattr(f"singlebeat.diagnosis.{asking}", lambda *args, what=asking: asked.append(what) or "")
+
+    own_server.pause()
+    explained = cli("explain", "e", app=bench.app).output
+    own_server.resume()
+
+    assert "It runs now, on w." in explained
+    assert asked == []
 
 
 def test_a_broker_that_refuses_is_not_called_unreachable(cli, server, redis, own_server, bench_on, caplog):

@@ -35,6 +35,7 @@ from singlebeat import Singleton, signals
 from singlebeat.beat import lost_messages as lost
 from singlebeat.broker import own_broker
 from singlebeat.config import Config
+from singlebeat.errors import LockBackendError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.key import behind_key, done_key, turn_key
@@ -514,6 +515,27 @@ def test_the_gate_opens_as_soon_as_the_locks_server_answers_again(app, deliver, 
 
     wait_until(renewer_of(app).answers, what="the end of the outage")
     assert time.monotonic() < failed_at + GATE_PAUSE, "it did not wait for the end of the pause"
+
+
+def test_a_refused_handover_is_retried_with_pauses_while_renewals_go_on(app, deliver, monkeypatch):
+    """A server whose memory is full refuses only the handover."""
+    app.conf.singlebeat_lock_lease = 1
+    renewer, asked, renewed = renewer_of(app), [], []
+
+    def refuse(*args: Any, **kwargs: Any) -> bool:
+        asked.append(args)
+        raise LockBackendError("its memory is full")
+
+    monkeypatch.setattr(renewer.backend, "rotate", refuse)
+    monkeypatch.setattr(renewer, "_announce", lambda: renewed.append(None))  # a step of each renewal
+    request = deliver(task_of(app), ["a"], id="a", **{HEADER: {"id": "a", "key": "LOCK_a"}})
+
+    renewer.hand_over(request, request.ticket.run, ttl=60)
+    wait_until(lambda: len(asked) >= 1, what="the handover")
+    renewals = len(renewed)
+    wait_until(lambda: len(renewed) >= renewals + 3, what="renewals")
+
+    assert len(asked) < 10 * len(renewed)
 
 
 def test_an_unreadable_lock_does_not_stop_the_renewal_of_others(app, deliver, redis):

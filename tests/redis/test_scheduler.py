@@ -1083,7 +1083,6 @@ NEVER_SENT: dict[str, dict[str, Any]] = {
     "an unknown compression": {"compression": "no such thing"},
     "a compression of another type": {"compression": 5},
     "a queue that is none": {"queue": "foreign"},
-    "stamps without values": {"stamped_headers": ["x"]},
 }
 
 
@@ -3225,6 +3224,7 @@ POISON: dict[str, dict[str, Any]] = {
     "a link that is no signature": {"options": {"link": ["x"]}},
     "a chain of a task alone": {"options": {"chain": [{"task": "x"}]}},
     "a shadow that is no name": {"options": {"shadow": {"a": 1}}},
+    "a stamped header without a value": {"options": {"stamped_headers": ["x"]}},
     "a countdown that is no number": {"options": {"countdown": "soon"}},
     "an eta that is no date": {"options": {"eta": "soon"}},
     "an expiry that is no date": {"options": {"expires": "soon"}},

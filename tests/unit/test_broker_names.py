@@ -1,4 +1,4 @@
-"""The name of a broker, by which a lock says where its message was sent."""
+"""The name of a broker, by which a lock says where its message was sent, and how often each broker is tried."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from kombu import Connection
+from kombu.exceptions import OperationalError
 
-from singlebeat.broker import is_one_broker, own_broker
+from singlebeat.broker import BrokerConnection, is_one_broker, own_broker
 
 
 def name(url: Any, **options: str) -> str:
@@ -52,3 +54,22 @@ def test_an_option_that_tells_brokers_apart_is_in_the_name(url, option):
 )
 def test_a_list_of_brokers_is_one_with_each_of_its_members(url, other, expected):
     assert is_one_broker(name(url), name(other)) is expected
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_each_broker_is_tried_once_before_the_failure_is_reported(monkeypatch, number):
+    """A resolver that hangs holds up each attempt, and no timeout of the broker bounds that."""
+    tried = list[str]()
+
+    def fail(connection: Connection) -> None:
+        tried.append(connection.hostname)
+        raise OSError("Temporary failure in name resolution")
+
+    monkeypatch.setattr(Connection, "_establish_connection", fail)
+    hosts = [f"broker{at}" for at in range(number)]
+    app = Celery(broker=";".join(f"amqp://{host}//" for host in hosts), set_as_current=False)
+
+    with pytest.raises(OperationalError):
+        BrokerConnection(app).ensure_connected()
+
+    assert tried == hosts

@@ -357,7 +357,7 @@ UNUSABLE_OPTIONS = [
         for name in ("queue", "exchange", "routing_key", "shadow", "serializer")
         for value in (5, {"a": 1}, ["q"], True, "half of a pair: \ud800")
     ),
-    *(("stamped_headers", value) for value in (5, "name", [1])),
+    *(("stamped_headers", value) for value in (5, "name", [1], ["x", "x"])),
     *(("link", value) for value in ("t", ["t"], {}, 5, [None], {"task": "t"}, [{**SIGNATURE, "task": None}])),
     *(("link", {**SIGNATURE, name: value}) for name in ("args", "kwargs", "options") for value in ("x", 5)),
     *(("link", {**SIGNATURE, name: None}) for name in ("args", "options")),
@@ -378,6 +378,19 @@ def test_an_option_that_a_worker_cannot_read_is_refused(app, name, value):
 def test_an_option_of_a_linked_signature_is_checked_as_that_of_the_entry(app, options):
     with pytest.raises(EntryError, match=r"definition: the option (link|chain|shadow) is .*: use "):
         decode(app, options={"link": {**SIGNATURE, "options": options}})
+
+
+@pytest.mark.parametrize("where", ["the message", "a link"])
+def test_a_stamped_header_without_a_value_is_refused(app, where):
+    """Celery fails with a KeyError: in beat for the message itself, in the worker after the run for its link."""
+
+    def stamped(**options):
+        return options if where == "the message" else {"link": {**SIGNATURE, "options": options}}
+
+    decode(app, options=stamped(stamped_headers=["x", "y"], x="1", y=None))
+
+    with pytest.raises(EntryError, match="stamped_headers names 'y', which has no value: add the option 'y'"):
+        decode(app, options=stamped(stamped_headers=["x", "y"], x="1"))
 
 
 @pytest.mark.parametrize("option", ["link", "link_error", "chain", "chord"])
@@ -422,7 +435,7 @@ def test_a_signature_in_the_arguments_of_a_task_of_celery_is_checked_too(app):
         {"link": [SIGNATURE, SIGNATURE], "link_error": None, "chain": [SIGNATURE, {**SIGNATURE, "kwargs": None}]},
         {"link": [{"task": "t", "immutable": True, "options": {}}]},
         {"link": {"task": "celery.group", "subtask_type": "group", "kwargs": {"tasks": []}, "options": {}}},
-        {"queue": "slow", "exchange": "", "routing_key": None, "stamped_headers": ["group"]},
+        {"queue": "slow", "exchange": "", "routing_key": None, "stamped_headers": ["group"], "group": "a"},
         {"shadow": "another name", "serializer": "json"},
         {"shadow": None, "serializer": None},
     ],

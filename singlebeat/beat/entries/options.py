@@ -89,6 +89,7 @@ def _check_all(found: Callable[[], Iterator[Options]]) -> None:
         for options in found():
             for name, (is_usable, wanted) in _CHECKS.items():
                 _check(name, options.get(name), is_usable, wanted)
+            _check_stamps(options)
     except RecursionError:
         raise EntryError("definition: the signatures are nested too deeply") from None
 
@@ -100,6 +101,17 @@ def _check(name: str, value: object, is_usable: Callable[[object], bool], wanted
     except (ValueError, TypeError, OverflowError):
         pass
     raise EntryError(f"definition: the option {name} is {scalar(value)}: use {wanted}")
+
+
+def _check_stamps(options: Options) -> None:
+    """Check that each stamped header has a value: its sender fails without, which may be the worker of a run."""
+    for name in options.get("stamped_headers") or ():
+        if name not in options:
+            shown = shortened(name)
+            raise EntryError(
+                f"definition: the option stamped_headers names {shown}, which has no value: add the option {shown}, "
+                "or leave the name out"
+            )
 
 
 def scalar(value: object) -> str:
@@ -173,7 +185,7 @@ def _is_name(value: object) -> bool:
 
 
 def _are_names(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(map(_is_name, value))
+    return isinstance(value, list | tuple) and all(map(_is_name, value)) and len({*value}) == len(value)
 
 
 def _are_links(value: object) -> bool:
@@ -218,5 +230,5 @@ _CHECKS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys(("queue", "exchange", "routing_key", "shadow", "serializer"), (_is_name, "a name")),
     "link": (_are_links, f"signatures, each as {_SIGNATURE}"),
     "chain": (_is_chain, f"an array of signatures, each as {_SIGNATURE}"),
-    "stamped_headers": (_are_names, "a list of names"),
+    "stamped_headers": (_are_names, "a list of names, each once"),
 }

@@ -238,7 +238,10 @@ def pause_many(
     check_encodable("note", note)
     until = None if until is None else given_instant("until", until)
     if until is not None and until <= now:
-        raise EntryError(f"until {_moment(until)} has passed: it is {_moment(now)}")
+        raise EntryError(
+            f"until is {_moment(until)}, which has passed: the time is {_moment(now)}. Use a later time, or leave "
+            "until out for a pause without an end"
+        )
 
     def change(present: Pause | None) -> Pause:
         if present is None:

@@ -20,6 +20,9 @@ log = Log("celery.beat")
 #: Polls per timeout.
 POLLS = 60
 
+#: Seconds that the process waits at most for its last log line: it may be stuck in a log handler.
+LOGGED_WITHIN = 5.0
+
 
 class Watchdog:
     """A watch that logs all stacks and ends the process, if ``progress`` is not called for ``timeout`` seconds.
@@ -53,13 +56,20 @@ class Watchdog:
             self._polls += 1
             if self._stopped:
                 return
+        try:
+            writer = threading.Thread(target=self._log, args=(_stacks(),), name="singlebeat-watchdog-log", daemon=True)
+            writer.start()
+            writer.join(LOGGED_WITHIN)
+        finally:
+            self._end(1)
+
+    def _log(self, stacks: str) -> None:
         log.critical(
             "beat: No progress for %(seconds)g s: this beat ends, so that another beat takes over",
             event="stuck",
             seconds=self.timeout,
-            detail=_stacks(),
+            detail=stacks,
         )
-        self._end(1)
 
 
 def _stacks() -> str:

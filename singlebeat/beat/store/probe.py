@@ -23,7 +23,7 @@ from ...errors import LockBackendError, SinglebeatError
 from ...locks import backend_of
 from ...locks.redis import RedisBackend
 from ...lua import answered_scripts, script
-from ...server_errors import advice_of_writes, denied_command, is_denied, is_full, with_advice
+from ...server_errors import advice_of_writes, denied_command, is_denied, is_full, is_key_denied, with_advice
 from ..keys import Keys
 from .spoilt import spoilt_keys, why_spoilt
 
@@ -156,7 +156,7 @@ def schedule_refusal(
 def ticks_refusal(app: Celery, *, client: RedisClient = None) -> str:
     """Return what keeps beats from their work, with the server's name; empty if nothing does.
 
-    These are commands that the schedule's server refuses, and keys that another program has spoilt.
+    These are commands that the schedule's server refuses, and keys that beat cannot use.
     """
     refused = schedule_refusal(app, needs=TICKS, client=client)
     if not refused:
@@ -272,6 +272,8 @@ def _refusal(client: RedisClient, key: str, needs: Needs, error: Exception | Non
         denied |= set(_denied_calls(client, key, needs))
         errors = {} if denied & {"eval", "evalsha"} else _refused_commands(client, key, needs)
     except ResponseError as exc:  # the server refuses every command, even the login
+        if is_key_denied(exc):
+            return _KEY_DENIED.format(key)
         command = denied_command(str(exc))
         if not command:
             return f"it refuses the script that tries the needed commands: {with_advice(exc)}"
@@ -282,10 +284,9 @@ def _refusal(client: RedisClient, key: str, needs: Needs, error: Exception | Non
         if hint := advice_of_writes(text):
             purpose = (needs.if_full if is_full(text) else "") or needs.purpose
             return f"{_NO_WRITES}, so that {purpose}: {text.rstrip('.')}{hint}"
-    denied_here = [command for command, text in errors.items() if is_denied(text)]
-    if denied_here and any("keys" in errors[command] for command in denied_here):
-        return f"its user may not use the key {key}: grant all keys with that prefix (docs, Rights)"
-    denied |= {command.lower() for command in denied_here}
+    if any(map(is_key_denied, errors.values())):
+        return _KEY_DENIED.format(key)
+    denied |= {command.lower() for command, text in errors.items() if is_denied(text)}
     if denied:
         return _lacks(denied)
     return f"it refuses {next(iter(errors))}: {next(iter(errors.values()))}" if errors else ""
@@ -313,6 +314,7 @@ def _refused_commands(client: RedisClient, key: str, needs: Needs) -> Mapping[st
 
 
 _NO_WRITES = "it refuses to write"
+_KEY_DENIED = "its user may not use the key {}: grant all keys with that prefix (docs, Rights)"
 
 
 def refuses_writes(refused: str) -> bool:

@@ -1,4 +1,4 @@
-"""The keys of the schedule that another program has spoilt: of another type, or a stream that takes no more records."""
+"""The keys of the schedule that beat cannot use: spoilt by another program, or denied to its user."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...connections import RedisError, ResponseError
+from ...server_errors import is_key_denied
 from ..keys import LEASE_KEYS, OWN_KEYS
 
 if TYPE_CHECKING:
@@ -34,10 +35,13 @@ class Spoilt(NamedTuple):
 
     key: str
     why: str  #: what is wrong, as a predicate: ``is no hash``
+    is_denied: bool = False  #: the user lacks the right to use the key
 
     @property
     def advice(self) -> str:
         """What to do."""
+        if self.is_denied:
+            return "grant all keys with that prefix (docs, Rights)"
         return (
             "another program has written there. Stop that program, and remove the key, so that beat makes it again: "
             f"DEL {shlex.quote(self.key)} (or RENAME, to keep its data)"
@@ -48,7 +52,7 @@ class Spoilt(NamedTuple):
 
 
 def spoilt_keys(client: RedisClient, keys: Keys) -> Iterator[Spoilt]:
-    """Yield the keys of the schedule and of its leadership that another program has spoilt.
+    """Yield the keys of the schedule and of its leadership that another program has spoilt, or its user may not use.
 
     Raises:
         RedisError: the server does not answer.
@@ -63,17 +67,19 @@ def spoilt_keys(client: RedisClient, keys: Keys) -> Iterator[Spoilt]:
     for (key, kind, _), reply in zip(asked, replies, strict=True):
         if isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply):
             yield Spoilt(key, f"is no {kind}")
+        elif isinstance(reply, ResponseError) and is_key_denied(reply):
+            yield Spoilt(key, "is denied to this user", is_denied=True)
         elif kind == "stream" and reply and not isinstance(reply, ResponseError) and reply[0][0] == _LAST_ID:
             yield Spoilt(key, "takes no more records, because it has the last possible id")
 
 
 def why_spoilt(client: RedisClient, keys: Keys, error: Exception) -> str:
-    """Return which keys are spoilt, and what to do, if an error of the schedule's server may come of that; else empty.
+    """Return which keys are spoilt or denied, and what to do, if an error of the server may come of that; else empty.
 
     Args:
         error: of a call, which does not name the key.
     """
-    if any(text in str(error) for text in ("WRONGTYPE", "exhausted the last possible ID")):
+    if is_key_denied(error) or any(text in str(error) for text in ("WRONGTYPE", "exhausted the last possible ID")):
         with suppress(RedisError):
             return "; ".join(map(str, spoilt_keys(client, keys)))
     return ""

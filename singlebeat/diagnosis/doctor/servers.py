@@ -72,7 +72,7 @@ def check_server(app: Celery, _: Read) -> Iterator[Finding]:
 
 
 def check_keys(app: Celery, schedule: Read) -> Iterator[Finding]:
-    """Check for keys of the schedule that another program has spoilt."""
+    """Check for keys of the schedule that beat cannot use: spoilt by another program, or denied to its user."""
     if schedule.error is not None:
         return
     for spoilt in spoilt_keys(schedule_client(app), Keys.of(app)):
