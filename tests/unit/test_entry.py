@@ -345,7 +345,11 @@ SIGNATURE: Mapping[str, Any] = {"task": "t", "args": [], "kwargs": {}, "options"
 #: Options with values at which a worker, or Celery's way to it, fails.
 UNUSABLE_OPTIONS = [
     *(("time_limit", value) for value in ("five", "300", True, -1, [1], {"a": 1})),
-    *(("soft_time_limit", value) for value in ("five", "300", True, -1, [1], {"a": 1})),
+    *(
+        (option, value)
+        for option in ("soft_time_limit", "timeout", "confirm_timeout")
+        for value in ("five", "300", True, -1, [1], {"a": 1})
+    ),
     *((name, float(value)) for name in ("time_limit", "countdown", "expires") for value in ("inf", "nan")),
     ("time_limit", 10**400),
     *(("countdown", value) for value in ("5", True, [1], 1e18)),

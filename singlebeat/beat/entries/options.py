@@ -221,8 +221,9 @@ def _is_signature(value: object, *, is_alone: bool = True) -> bool:
 _SIGNATURE = "{task, args, kwargs, options}: the name of a task, an array and two objects"
 
 _CHECKS: Mapping[str, tuple[Callable[[object], bool], str]] = {
-    "time_limit": (_is_limit, "a number of seconds, 0 or more"),
-    "soft_time_limit": (_is_limit, "a number of seconds, 0 or more"),
+    **dict.fromkeys(
+        ("time_limit", "soft_time_limit", "timeout", "confirm_timeout"), (_is_limit, "a number of seconds, 0 or more")
+    ),
     "countdown": (_is_wait, "a number of seconds"),
     "eta": (_is_moment, "an ISO 8601 date"),
     "expires": (lambda value: _is_wait(value) or _is_moment(value), "a number of seconds or an ISO 8601 date"),
