@@ -188,7 +188,7 @@ def comes_back(app: Celery, name: str, what: str) -> str:
     """
     if name not in map(str, app.conf.beat_schedule):
         return ""
-    return f"; beat_schedule has it, and {what} when the next term of leadership begins"
+    return f"; beat_schedule has it, and {what} at the latest when the next term of leadership begins"
 
 
 def _check_left(found: Salvage, fields: Fields, wishes: Wishes) -> None:
@@ -239,7 +239,7 @@ def edit_(app: Celery, as_json: bool, name: str, task: str | None, **given: Any)
 def delete_(app: Celery, as_json: bool, name: str) -> None:
     """Delete an entry, also one that cannot be read.
 
-    An entry of beat_schedule comes back when the next term of leadership begins: pause it instead.
+    An entry of beat_schedule comes back at the latest when the next term of leadership begins: pause it instead.
     """
     if not _entries(app).delete(name):
         fail(f"there is no entry {name!r}")

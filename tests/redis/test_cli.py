@@ -1255,8 +1255,10 @@ def test_a_change_that_beat_schedule_undoes_is_answered_with_that(cli, app, put)
     back = "beat_schedule has it, and"
 
     assert back not in cli("edit", "mine", "--disable").output  # which lasts
-    assert f"{back} replaces these values when the next term" in cli("edit", "mine", "--every", "5").output
-    assert f"{back} brings it back when the next term" in cli("delete", "mine").output
+    assert (
+        f"{back} replaces these values at the latest when the next term" in cli("edit", "mine", "--every", "5").output
+    )
+    assert f"{back} brings it back at the latest when the next term" in cli("delete", "mine").output
     assert back not in cli("edit", "other", "--every", "5").output
     assert back not in cli("delete", "other").output
 
