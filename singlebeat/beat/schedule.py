@@ -561,8 +561,8 @@ class Schedule:
 
         So this undoes that change and all later ones, and is a change itself. An entry that was deleted, or has left
         ``beat_schedule``, comes back with its past, and the times that have passed are not made up for; a run that was
-        claimed, and not sent, is sent. An entry that another program has removed comes back as it was after its last
-        change, by the id of that.
+        claimed, and not sent, is sent, and an interrupted backfill can be continued. An entry that another program has
+        removed comes back as it was after its last change, by the id of that.
 
         Args:
             to: id of the change.
@@ -595,8 +595,11 @@ class Schedule:
             entry = entry.with_past(replace(entry.meta, since=self._now()))
         entry.version = stored[0] or "", stored[2] or ""
         saved = self._save(entry, action="revert", note=f"to {'after' if is_after else 'before'} {to}")
+        unsent, backfill = past.get("pending"), past.get("backfill", "")
+        if backfill:
+            self._propose(name, None, 10.0, at=backfill)
         with suppress(EntryError):  # it cannot be read, so it could not be sent
-            if unsent := past.get("pending"):
+            if unsent:
                 self._propose(name, Occurrence.decode(unsent), 10.0)
         return saved
 

@@ -3126,7 +3126,16 @@ def test_a_deploy_that_is_rolled_back_runs_nothing_again(bench):
     assert bench.schedule.get("audited").policy.note == "until the audit is over"
 
 
-@pytest.mark.parametrize("how", ["dropped by a deploy", "deleted", "removed and put back by another program"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "dropped by a deploy",
+        "dropped, and stored again by an operator",
+        "dropped, reverted and deployed",
+        "deleted",
+        "removed and put back by another program",
+    ],
+)
 @pytest.mark.parametrize("what", ["clocked", "once", "hourly", "triggered"])
 def test_a_claimed_run_comes_back_with_its_entry(server, redis, own_server, bench_on, logged, how, what):
     """Its past counts the run already, so nothing else would ever send it."""
@@ -3144,13 +3153,19 @@ def test_a_claimed_run_comes_back_with_its_entry(server, redis, own_server, benc
     assert claimed is not None
 
     scheduler = first
-    if how == "dropped by a deploy":
+    if how.startswith("dropped"):
         first.close()
         without = bench.scheduler(beat_schedule={})
         without.tick()
         assert not redis.zrange(SCHEDULE, 0, -1) + redis.zrange(PENDING, 0, -1)
         (line,) = logged("entry_removed")
         assert (line["level"], line["reason"]) == ("WARNING", "it is sent if the entry comes back within seven days")
+        if "stored again" in how:
+            bench.schedule.upsert("e", PLAIN, schedule(HOUR))
+        elif "reverted" in how:
+            (change, *_) = bench.schedule.changes("e", 1)
+            bench.schedule.revert("e", change.id)
+        without.tick()
         without.close()
         scheduler = bench.scheduler()
     elif how == "deleted":
@@ -3176,6 +3191,38 @@ def test_a_claimed_run_comes_back_with_its_entry(server, redis, own_server, benc
     assert sent == [claimed.id]
     assert bench.decisions.count("dispatched") == 1
     assert bench.pending() is None
+
+
+@pytest.mark.parametrize("how", ["dropped by a deploy", "deleted"])
+def test_an_interrupted_backfill_goes_on_when_its_entry_comes_back(bench, how):
+    def interrupted() -> None:
+        scheduler.tick()
+        if len(bench.ids) == 2:
+            raise KeyboardInterrupt
+
+    span = datetime(2026, 11, 1, tzinfo=UTC), datetime(2026, 11, 1, 5, tzinfo=UTC)
+    bench.conf["beat_schedule"] = {
+        "e": {"task": PLAIN, "args": ["e"], "schedule": crontab(minute=0), "overlap": "allow_all"}
+    }
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    with pytest.raises(KeyboardInterrupt):
+        bench.schedule.backfill("e", *span, progress=interrupted)
+
+    if how == "deleted":
+        bench.schedule.delete("e")
+        (change, *_) = bench.schedule.changes("e", 1)
+        bench.schedule.revert("e", change.id)
+    else:
+        scheduler.close()
+        without = bench.scheduler(beat_schedule={})
+        without.tick()
+        without.close()
+        scheduler = bench.scheduler()
+        scheduler.tick()
+    bench.schedule.backfill("e", *span, progress=scheduler.tick)
+
+    assert [message.nominal.hour for message in bench.messages] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("name", ["bad\ud800", ":parked:e"])

@@ -68,7 +68,7 @@ local function park(entry, kept, name, found, left, is_entry)
       redis.call("HSET", kept, fields[at], fields[at + 1])
     end
     redis.call("HSET", kept, "owner", owner)
-    redis.call("HDEL", kept, "backfill", "recorded")
+    redis.call("HDEL", kept, "recorded")
     redis.call("PEXPIRE", kept, ttl)
     if redis.call("HEXISTS", kept, "pending") == 1 then
       return "unsent"

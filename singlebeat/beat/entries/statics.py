@@ -202,8 +202,8 @@ class Statics:
         if owns:
             self._own(missing, owners)
         over = dict(over or {})
-        for at in range(0, len(missing), BATCH):
-            for name in self._unpark(missing[at : at + BATCH], now):
+        for at in range(0, len(absent), BATCH):
+            for name in self._unpark(absent[at : at + BATCH], now):
                 over.pop(name, None)
         author, fence = self._author, self._fence()
         saved = save_entries(self.client, self.keys, entries, now, author, keep_disabled=True, fence=fence, over=over)
@@ -273,7 +273,7 @@ class Statics:
         return replies_of(what(self.client, [lock, *keys], [token, *args]))
 
     def _unpark(self, names: Sequence[str], now: datetime) -> Sequence[str]:
-        """Put parked entries back, and return their names."""
+        """Put parked entries back, and return their names; entries that are stored again get their unsent runs."""
         parked = [self.keys.parked(name) for name in names]
         if not parked or not self.client.exists(*parked):  # the usual case, and far cheaper than to read them
             return ()

@@ -1,5 +1,8 @@
 --- unpark: put back entries that have come back to beat_schedule, with their past and the settings of an operator.
 --
+-- An entry that an operator has stored again meanwhile stays as it is, and gets only the occurrence that is claimed and
+-- not confirmed, unless it was proposed to it, as by a revert.
+--
 -- It uses fenced, permitted and record.
 --
 -- KEYS[1]     lock     as in fenced
@@ -28,8 +31,26 @@ if refused then
   return refused
 end
 
+local function hand_over(entry, kept)
+  local unsent, stored = redis.call("HGET", kept, "pending"), redis.pcall("HMGET", entry, "definition", "pending", "asked")
+  local is_read, occurrence = pcall(cjson.decode, unsent or "")
+  if stored.err or not stored[1] or stored[2] or not is_read or type(occurrence) ~= "table" then
+    return
+  end
+  local id = tostring(occurrence.id)
+  if not string.find(" " .. (stored[3] or "") .. " ", " " .. id .. " ", 1, true) then
+    redis.call("HSET", entry, "pending", unsent, "asked", string.sub(id .. " " .. (stored[3] or ""), 1, 2400))
+    redis.call("ZADD", KEYS[3], 0, entry)
+  end
+  redis.call("HDEL", kept, "pending")
+end
+
 local function unpark(entry, kept, name, since)
-  if redis.call("EXISTS", entry) == 1 or redis.pcall("HGET", kept, "owner") ~= owner then
+  if redis.pcall("HGET", kept, "owner") ~= owner then
+    return false
+  end
+  if redis.call("EXISTS", entry) == 1 then
+    hand_over(entry, kept)
     return false
   end
 
