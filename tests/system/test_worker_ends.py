@@ -124,8 +124,17 @@ def test_a_plain_run_frees_its_lock_while_its_worker_lacks_the_broker(celery, ap
         celery("worker", "-c", "1").ready()
         Schedule(app).trigger("a")
         _, second = oracle.wait_started(2)
+        back, link.weather = time.time(), Weather()
+        end = wait_until(lambda: end_of(app, first.id), timeout=60, what="the end that the main process reads")
+        cut_off.kill_group()  # before the network, which it would ask for connections to the end
 
     assert second.id != first.id
+    assert end.outcome == "success"
+    assert end.duration < back - first.started, "it is that of the body"
+
+
+def end_of(app, task_id):
+    return next((record.end for record in Schedule(app).history("a") if record.task_id == task_id), None)
 
 
 def test_a_lock_is_kept_far_beyond_its_lease_while_the_body_runs(celery, oracle, redis, single, lock_of):
