@@ -118,14 +118,19 @@ def is_result_lost(exc_info: ExceptionInfo, *, is_stored: bool) -> bool:
     return is_outside and _STORING.search(exc_info.traceback or "") is not None
 
 
-def record_end(request: Request, outcome: str, reason: str | BaseException = "") -> None:
-    """Send the signal about the end of a run, once, and record the end if beat sent the run; does not wait."""
+def record_end(
+    request: Request, outcome: str, reason: str | BaseException = "", *, seconds: float | None = None
+) -> None:
+    """Send the signal about the end of a run, once, and record the end if beat sent the run; does not wait.
+
+    Args:
+        seconds: as in ``record_end_of_message``.
+    """
     if request.end_told:
         return
     request.end_told = True
-    record_end_of_message(
-        request.app, request.request_dict, outcome, reason, worker=request.hostname, began=request.time_start
-    )
+    about = {"worker": request.hostname, "began": request.time_start, "seconds": seconds}
+    record_end_of_message(request.app, request.request_dict, outcome, reason, **about)
 
 
 def record_end_of_message(
@@ -136,8 +141,14 @@ def record_end_of_message(
     *,
     worker: str | None = None,
     began: float | None = None,
+    seconds: float | None = None,
 ) -> None:
-    """Send the signal about the end of a message, known by its headers, and record the end if beat sent it."""
+    """Send the signal about the end of a message, known by its headers, and record the end if beat sent it.
+
+    Args:
+        began: when the run began, in seconds since 1970; None if it did not.
+        seconds: that the run took, as its process has measured them; None: it has lasted until now.
+    """
     header = headers.get(RUN_HEADER)
     if header or HEADER in headers:
         signals.run_ended.send(sender=app, outcome=outcome, began=began, headers=headers)
@@ -148,13 +159,15 @@ def record_end_of_message(
     if isinstance(header, Mapping) and header.get("entry") and Config.of(app).singlebeat_history_limit:
         # Only here: beat has not sent most runs, and the repr of a user's exception may fail.
         reason = reason if isinstance(reason, str) else safe_repr(reason)
+        if began and seconds is None:
+            seconds = max(0.0, time.time() - began)
         row = (
             str(header["entry"]),
             str(headers.get("id")),
             outcome,
             without_passwords(reason)[:LONGEST_REASON],
             datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds") if began else "",
-            f"{max(0.0, time.time() - began):.3f}" if began else "",
+            f"{seconds:.3f}" if began else "",
             worker or "",
         )
         _writer(app).put(row)

@@ -6,6 +6,7 @@ import difflib
 import math
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
@@ -35,6 +36,9 @@ __all__ = ("Facts", "HeldLock", "explain", "record_at")
 
 #: By how much a record may be ahead of a command's time, because the command reads the time before the records.
 RECORDED_AHEAD = timedelta(seconds=10)
+
+#: From which delay on explain says that an end was recorded late: longer than clocks of hosts should differ.
+RECORDED_LATE = timedelta(seconds=10)
 
 #: The least fraction of its lease that a lock has left while its worker lives, which renews it after each third.
 RENEWED = 0.6
@@ -400,11 +404,22 @@ def _ended(end: End, at: str) -> str:
     if end.outcome in {MESSAGE_LOST, RAN_ELSEWHERE}:
         what = "Its message was lost" if end.outcome == MESSAGE_LOST else "Its worker left its lock behind"
         return f"{what}, and beat freed its lock{at}{why}."
+    later = ""
+    if at and _is_late(end):
+        at, later = "", f" Its worker learned of that{at}, perhaps because it did not reach its broker before."
     took = f" after {end.duration:.1f} s" if end.duration is not None else ""
     where = f"{at}{took} on {end.worker}" if end.worker else f"{at}{took}"
     if end.outcome == RESULT_NOT_STORED:
-        return f"Its body ended{where} without an error, but the result backend did not store its result{why}."
-    return f"It ended{where}, {end.outcome}{why}."
+        return f"Its body ended{where} without an error, but the result backend did not store its result{why}.{later}"
+    return f"It ended{where}, {end.outcome}{why}.{later}"
+
+
+def _is_late(end: End) -> bool:
+    """Return whether the end of a run was recorded long after its body had ended."""
+    with suppress(ValueError, TypeError, OverflowError):  # any program may have written the record
+        began = datetime.fromisoformat(end.started)
+        return end.duration is not None and end.at > began + timedelta(seconds=end.duration) + RECORDED_LATE
+    return False
 
 
 def _why_no_end(facts: Facts, record: Record) -> str:
@@ -416,7 +431,7 @@ def _why_no_end(facts: Facts, record: Record) -> str:
         )
     why = ": it waits in its queue, or its worker has died, or has no singlebeat installed"
     if _has_later_run(facts, record):
-        why = ", its lock is gone, and later runs have started: its worker has died while it ran"
+        why = ", its lock is gone, and later runs have started: its worker has died while it ran, or lacks its broker"
     return f"{why}. Or it has ended, and that {NOT_RECORDED}."
 
 

@@ -5,7 +5,7 @@ header. In the worker, one delivery of the message is seen by two processes:
 
 ========================== ======================================================================
 main process               ``request.Request``, a subclass of Celery's; ``renewer.Renewer``, one thread
-process that runs the task ``gate.run_under_lock``, around the body of a Singleton
+process that runs the task ``gate``, around the body of a Singleton or after a plain task
 ========================== ======================================================================
 
 In threads, gevent, eventlet and solo both are one process; the code is the same.
@@ -16,9 +16,11 @@ In threads, gevent, eventlet and solo both are one process; the code is the same
    call that must wait for another run is sent again with a countdown (``gate.admit``). For a plain task that beat has
    sent the main process asks, before it acknowledges the message.
 3. *End.* The lock is freed twice, on purpose. The process that runs the task frees it right after the body, before the
-   result and before callbacks: their receivers may call the task again at once. The main process frees it when the
-   request is over, which is also true of runs whose process was killed, of revoked and expired messages, and of any
-   other end that no code in the task's process sees. The second release finds nothing to do.
+   result and before callbacks: their receivers may call the task again at once. A child
+   process frees the lock of a plain task after them, if the body has succeeded or failed: the main process reads no
+   results while it reconnects to its broker. The main process frees it when the request is over, which is also true of
+   runs whose process was killed, of revoked and expired messages, and of any other end that no code in the task's
+   process sees. The second release finds nothing to do.
 4. *Death of a worker.* Its locks are renewed no longer, and end with their leases. If the broker delivers the
    message again, ``begin`` takes over.
 

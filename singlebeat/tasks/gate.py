@@ -1,4 +1,7 @@
-"""Acquires the lock before a run and frees it right after, in the process that runs the task."""
+"""Acquires the lock before a run and frees it right after, in the process that runs the task.
+
+That of a plain task is acquired in the worker's main process, and only freed here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from datetime import UTC, datetime
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from celery import Task
+from celery import Task, states
 from celery.exceptions import Ignore, Reject
 from celery.signals import task_postrun
 from celery.utils.quorum_queues import detect_quorum_queues
@@ -40,6 +43,7 @@ from ..locks.key import behind_key, readable
 from ..locks.modes import decode_arguments, equal_calls_may_differ, has_continuations
 from ..log import Log
 from ..monitors import same_trace
+from .renewer import GATE_PAUSE, has_renewer
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -103,6 +107,32 @@ def _drop_traceback(retval: object = None, **_: object) -> None:
 
 
 task_postrun.connect(_drop_traceback, weak=False)
+
+#: From when on a child process may ask again a locks' server that did not answer, in seconds of the monotonic clock.
+_asks_from = 0.0
+
+
+def _free_plain_lock(sender: Task, state: str | None = None, **_: object) -> None:
+    """Free the lock of a plain task whose body has ended, in the child process that has run it.
+
+    The main process frees the lock, too, and alone after any other end. But while it reconnects to its broker, it reads
+    no results, and its renewer still renews the lock. In a pool without child processes it learns of the end at once.
+    """
+    global _asks_from  # noqa: PLW0603 - one for all tasks of a process
+    request = sender.request
+    if state not in {states.SUCCESS, states.FAILURE} or getattr(sender, "has_own_gate", False) or request.is_eager:
+        return
+    ticket = Ticket.of_message(vars(request), request.id, delivered=True)
+    # Without a nonce, the main process manages no locks.
+    if ticket is None or not ticket.nonce or has_renewer(sender.app) or time.monotonic() < _asks_from:
+        return
+    try:
+        _free(sender, ticket)
+    except LockBackendError:  # the main process tries, too, and logs an outage
+        _asks_from = time.monotonic() + GATE_PAUSE
+
+
+task_postrun.connect(_free_plain_lock, weak=False)
 
 
 class Run(Mapping[str, Any]):
@@ -231,9 +261,13 @@ def _latest_arguments(task: Task, holder: Holder, request: Context) -> tuple[lis
         return None
 
 
+def _free(task: Task, ticket: Ticket) -> None:
+    backend_of(task.app).finish_many([ticket.run], remember_for=Config.of(task.app).singlebeat_queued_ttl, ran=True)
+
+
 def _finish(task: Task, ticket: Ticket) -> None:
     try:
-        backend_of(task.app).finish_many([ticket.run], remember_for=Config.of(task.app).singlebeat_queued_ttl, ran=True)
+        _free(task, ticket)
     except LockBackendError as exc:  # the main process retries, and else the lease ends
         log.warning(
             "the lock of task %(id)s stays until its lease ends",

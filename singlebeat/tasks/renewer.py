@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 
     from .request import Request
 
-__all__ = ("Renewer", "renewer_of")
+__all__ = ("Renewer", "has_renewer", "renewer_of")
 
 log = Log(__name__)
 
 #: Seconds for which a worker with singlebeat counts as seen; long, because locks matter most while workers are down.
 ANNOUNCED_FOR = 24 * 3600.0
 
-#: Seconds without locks for plain tasks after the locks' server failed, so that an outage cannot stall the worker.
+#: Seconds without a question about locks of plain tasks after the locks' server failed, in the main process or a child.
+#: So an outage cannot stall the worker.
 GATE_PAUSE = 10.0
 
 #: Seconds after which a call that failed is repeated.
@@ -353,3 +354,8 @@ def renewer_of(app: Celery) -> Renewer:
         renewer = Renewer(app)
         _renewers[app] = os.getpid(), renewer
     return renewer
+
+
+def has_renewer(app: Celery) -> bool:
+    """Return whether this process has the renewer of an app: a worker's main process has, its children have not."""
+    return _renewers.get(app, (0, None))[0] == os.getpid()

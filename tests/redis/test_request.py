@@ -21,9 +21,10 @@ import pytest
 from billiard.einfo import ExceptionInfo
 from billiard.exceptions import TimeLimitExceeded
 from celery import Celery, _state, chain, chord, states
+from celery.app.trace import build_tracer
 from celery.concurrency.solo import TaskPool
 from celery.concurrency.thread import TaskPool as ThreadPool
-from celery.exceptions import Retry, TaskRevokedError
+from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from celery.worker import state
 from celery.worker.request import create_request_cls
 from kombu import Producer
@@ -44,7 +45,7 @@ from singlebeat.run_results import MESSAGE_LOST, RAN_ELSEWHERE, flush_ends
 from singlebeat.tasks.gate import Postponed, Refused, Unsent, postpone
 from singlebeat.tasks.renewer import GATE_PAUSE, renewer_of
 from singlebeat.tasks.request import REAPED_AFTER, Request
-from tests.support import connected, wait_until, without
+from tests.support import connected, ended_well, fork, wait_until, without
 
 Deliver = Callable[..., Request]
 
@@ -1313,6 +1314,73 @@ def test_a_timed_out_run_keeps_message_and_lock_until_its_process_is_dead(app, d
     assert messages(redis) == (1, 0)
     renewer_of(app).flush()
     assert redis.hget(run.key, "state") == "queued"
+
+
+@pytest.fixture
+def begun(app: Celery, deliver: Deliver) -> Callable[..., Request]:
+    """Returns the request of a plain task with a lock that has begun: its body raises the error, or returns."""
+
+    def begun(error: Exception | None = None) -> Request:
+        def body(user: Any) -> Any:
+            if error is not None:
+                raise error
+            return user
+
+        task, task_id = app.task(body, name="app.task", shared=False), uuid()
+        request = deliver(task, ["a"], id=task_id, **{HEADER: {"id": task_id, "key": "SINGLETONLOCK_a"}})
+        request.begin_for_plain_task()
+        return request
+
+    return begun
+
+
+def trace(request: Request) -> None:
+    """Run the task of a request as the process of a pool does, up to the sending of its result."""
+    headers = {**request.request_dict, "delivery_info": {}, "is_eager": False}
+    build_tracer(request.name, request.task, app=request.app)(request.id, ["a"], {}, headers)
+
+
+@pytest.mark.parametrize(
+    ("error", "frees"),
+    [(None, True), (ValueError(), True), (Retry(), False), (Reject(), False), (Ignore(), False)],
+    ids=["success", "failure", "retry", "reject", "ignore"],
+)
+def test_a_child_frees_the_lock_of_a_plain_run_that_is_over(begun, app, redis, caplog, error, frees):
+    request = begun(error)
+
+    assert ended_well(fork(lambda: trace(request)))
+
+    run = request.ticket.run
+    assert backend_of(app).get(run.key) == (None if frees else request.id)
+    if frees:
+        assert backend_of(app).renew_many([run], lease=60) == [Renewal.OVER]
+        request.seen_running = True
+        request.on_accepted(1, time.monotonic())
+        request.on_success((False, "a", 0.1))
+        renewer_of(app).flush()
+    assert "lock_lost" not in caplog.text
+
+
+def test_a_pool_without_processes_leaves_the_lock_to_the_main_process(begun, app):
+    request = begun()
+
+    trace(request)
+
+    assert backend_of(app).get(request.ticket.key) == request.id
+
+
+def test_a_child_asks_a_locks_server_that_hangs_once_in_a_while(begun, app, own_server, monkeypatch):
+    app.conf.update(singleton_backend_url=own_server.url, singlebeat_socket_timeout=0.1)
+    request, asked = begun(), list[Celery]()
+    monkeypatch.setattr("singlebeat.tasks.gate.backend_of", lambda app: asked.append(app) or backend_of(app))
+    own_server.pause()
+
+    def trace_two() -> None:
+        trace(request)
+        trace(request)
+        assert len(asked) == 1
+
+    assert ended_well(fork(trace_two))
 
 
 def test_every_app_has_a_renewer_of_its_own_and_takes_it_along(server):

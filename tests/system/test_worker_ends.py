@@ -6,12 +6,15 @@ import json
 import os
 import signal
 import time
+from random import Random
 
 import pytest
 from celery.schedules import schedule
 
+from singlebeat import Schedule
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, Call, Ref, Ticket
+from tests.proxy import Network, Weather
 from tests.support import APP, RedisServer, measured, wait_until, without
 from tests.system.apps import make_app
 
@@ -99,6 +102,39 @@ def test_the_lock_of_a_plain_task_of_beat_ends_with_its_killed_worker(celery, or
     _, second = oracle.wait_started(2)
     assert second.id != first.id
     assert oracle.max_concurrent("a") == 1
+
+
+def test_a_plain_run_frees_its_lock_while_its_worker_lacks_the_broker(celery, app, oracle, redis, server):
+    """The main process reads no result of its children while it stands in a reconnect."""
+    definition = {"task": f"{APP}.plain", "args": ["a", 60], "schedule": {"__type__": "interval", "every": 3600}}
+    redis.hset("redbeat:a", "definition", json.dumps(definition))
+    with Network() as network:
+        link = network.link("broker", server.port, Random(0))
+        cut_off = celery("worker", "-c", "1", conf={"broker_url": f"redis://127.0.0.1:{link.port}"}).ready()
+        celery("beat").ready()
+        redis.zadd("redbeat::schedule", {"redbeat:a": 0})
+        oracle.wait_started(1)
+
+        link.weather = Weather(refuses=True)
+        link.reset()
+        cut_off.wait_for("Trying again in")
+        oracle.let_go("a")
+        (first,) = oracle.wait_ended(1)
+        free(redis)
+        celery("worker", "-c", "1").ready()
+        Schedule(app).trigger("a")
+        _, second = oracle.wait_started(2)
+        back, link.weather = time.time(), Weather()
+        end = wait_until(lambda: end_of(app, first.id), timeout=60, what="the end that the main process reads")
+        cut_off.kill_group()  # before the network, which it would ask for connections to the end
+
+    assert second.id != first.id
+    assert end.outcome == "success"
+    assert end.duration < back - first.started, "it is that of the body"
+
+
+def end_of(app, task_id):
+    return next((record.end for record in Schedule(app).history("a") if record.task_id == task_id), None)
 
 
 def test_a_lock_is_kept_far_beyond_its_lease_while_the_body_runs(celery, oracle, redis, single, lock_of):

@@ -105,6 +105,15 @@ def test_a_run_elsewhere_is_not_said_to_have_ended_when_beat_noticed_it():
     assert "It ended at 2026-12-01 12:00:00Z, revoked: it ended" in said(record(NOON, end=nameless))
 
 
+def test_an_end_that_its_worker_learned_of_late_says_both_times():
+    end = End("success", "", NOON.isoformat(), 3.0, "w1", NOON + timedelta(seconds=44))
+
+    text = said(record(NOON, end=end))
+
+    assert "It ended after 3.0 s on w1, success. Its worker learned of that at 2026-12-01 12:00:44Z" in text
+    assert "It ended at 2026-12-01 12:00:44Z after 40.0 s on w1" in said(record(NOON, end=replace(end, duration=40.0)))
+
+
 def test_times_that_the_servers_clock_cannot_have_shown_are_left_out():
     """Ids of records never go back: after the clock was set back they tell a time that has not come yet."""
     end = End("success", "", "", 1.25, "w1", NOON + HOUR)
@@ -203,7 +212,9 @@ def test_a_run_whose_lock_is_gone_while_later_ones_ran_is_over():
     later = record(NOON + HOUR, task_id="later", end=End("success", "", "", 1.0, "w1", NOON + HOUR))
 
     text = said(later, record(NOON), at=NOON)
-    assert "later runs have started: its worker has died while it ran. Or it has ended, and that could not be" in text
+    assert (
+        "later runs have started: its worker has died while it ran, or lacks its broker. Or it has ended, and" in text
+    )
     assert "recorded: the schedule's server did not take the record, or the worker has another redbeat_redis" in text
     assert "it waits in its queue, or its worker has died" in said(record(NOON), at=NOON)
     beside = Entry("e", "t", schedule(3600), app=app, last_run_at=NOON, overlap="allow_all")
