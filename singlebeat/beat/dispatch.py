@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..config import Config
@@ -15,6 +16,8 @@ from ..locks.base import HEADER, Holder, Verdict, unusable
 from ..locks.late_release import release_later
 from ..log import Log
 from ..overlap import Overlap
+from .calendar.zone import app_zone
+from .decide import dropped
 from .decision_log import log_decision
 from .entries.occurrence import WITHOUT_LOCK, Decision, DecisionType
 from .failures import Failures, unsendable
@@ -187,6 +190,14 @@ class Dispatcher:
         done = holder.verdict is Verdict.DONE
         return message.plan.outcome(replace(holder, task_id=message.occurrence.id) if done else holder)
 
+    def dropped(self, message: Message) -> Decision | None:
+        """Return the decision about a message that waited until it was too late; None if it may be sent."""
+        policy = message.stored.policy
+        if policy.misfire_grace_time is None and policy.end_time is None:
+            return None
+        now = datetime.fromtimestamp(self._timestamp(), UTC)
+        return dropped(message.stored, message.occurrence, now, zone=app_zone(self.app))
+
     def decide(self, message: Message, published: Published) -> Decision:
         """Return the decision about an occurrence; have its lock checked if the message of the holder may be lost."""
         entry, occurrence, (kind, other, reason) = message.entry, message.occurrence, published
@@ -227,6 +238,13 @@ class Dispatcher:
         is_new = self._said_why_unsent.get(entry.key) != why
         self._said_why_unsent[entry.key] = why
         log_decision(decision, self._timestamp(), detail="".join(traceback.format_exception(exc)) if is_new else "")
+        return message.claimed.confirmation(decision)
+
+    def drop(self, message: Message, decision: Decision) -> Confirmation:
+        """Log that a message is not to be sent any more, free its locks, and return its confirmation."""
+        self.failures.backoff.forget(message.entry.key)
+        self.release(*message.locks)
+        log_decision(decision, self._timestamp())
         return message.claimed.confirmation(decision)
 
     def release(self, *locks: Ref) -> None:

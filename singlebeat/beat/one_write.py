@@ -399,6 +399,8 @@ class _Sending:
     def _add(self, message: Message) -> None:
         """Make the message of an occurrence, if it is to be sent."""
         self.dispatcher.progress()
+        if self.dispatcher.dropped(message) is not None:  # several writes record that, and free its lock
+            return
         try:
             attempt = self._attempt(message, self._answers.get(message.occurrence.id))
             if attempt.has_message:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..locks.base import Headers
     from ..outbox import Command, Outbox
     from .dispatch import Dispatcher
+    from .entries.occurrence import Decision
     from .leadership.lease import Term
     from .message import Message
     from .store.claims import ClaimedOccurrence, Confirmation
@@ -56,6 +57,7 @@ class _Attempt:
     error: Exception | None = None  #: why it is not sent
     commands: Sequence[Command] = ()  #: that are to send it; empty: it is sent, or not to be sent
     published: Published | None = None  #: by code of others
+    dropped: Decision | None = None  #: why it is not to be sent any more
 
 
 class SeveralWrites:
@@ -256,6 +258,9 @@ class SeveralWrites:
         """Make the message of an occurrence, if it is to be sent; without an outbox it is sent at once."""
         attempt = _Attempt(message)
         self.dispatcher.progress()
+        attempt.dropped = self.dispatcher.dropped(message)
+        if attempt.dropped is not None:
+            return attempt
         try:
             attempt.outcome = self.dispatcher.outcome(message, self._holders.get(message.occurrence.id))
             if isinstance(attempt.outcome, Refused):
@@ -319,6 +324,8 @@ class SeveralWrites:
     def _settle(self, attempt: _Attempt) -> Confirmation:
         """Note what has become of an occurrence, and return the decision and its change of the entry's past."""
         message, outcome = attempt.message, attempt.outcome
+        if attempt.dropped is not None:
+            return self.dispatcher.drop(message, attempt.dropped)
         if attempt.published is not None:
             published = attempt.published
         elif isinstance(outcome, Refused):

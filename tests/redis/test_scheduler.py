@@ -1359,6 +1359,24 @@ def test_a_pending_occurrence_past_its_grace_is_missed_and_not_counted(server, r
     assert bench.meta().total_run_count == before
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["one write", "several writes"])
+@pytest.mark.parametrize("task", [PLAIN, SINGLE])
+def test_a_run_whose_grace_ends_while_its_tick_waits_is_missed(bench, redis, request, task, several):
+    if several:
+        request.getfixturevalue("several_writes")
+    bench.put(task=task, misfire_grace_time=60)
+    bench.make_due(ago=HOUR + timedelta(seconds=100))
+    before = bench.meta().total_run_count
+
+    bench.tick(at=datetime.now(UTC) - timedelta(seconds=90))  # it has waited since then
+
+    assert bench.messages == []
+    assert bench.decisions == ["missed"]
+    assert bench.pending() is None
+    assert bench.meta().total_run_count == before
+    assert list(redis.scan_iter("SINGLETONLOCK_*", _type="HASH")) == []
+
+
 @pytest.mark.usefixtures("several_writes")
 @pytest.mark.parametrize("overlap", [None, "buffer_one", "buffer_all", "cancel_other"])
 @pytest.mark.parametrize("task", [PLAIN, SINGLE])
