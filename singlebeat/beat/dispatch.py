@@ -114,16 +114,16 @@ class Dispatcher:
         Raises:
             LockBackendError: the locks' server does not answer.
         """
-        plain = [
-            each
-            for each in claimed
-            if not hasattr(type(self.app.tasks.get(each.stored.entry.task)), "generate_lock")
-            and (each.occurrence.overlap or each.stored.policy.overlap) is not Overlap.ALLOW_ALL
-        ]
+        plain = [each for each in claimed if self.needs_worker(each)]
         looked_after = bool(plain) and self._ask_for_workers()
         if not looked_after:  # a lock may have been acquired while a worker was seen
             self._free_locks([each for each in plain if each.stored.pending is not None])
         return looked_after
+
+    def needs_worker(self, claimed: ClaimedOccurrence) -> bool:
+        """Return whether an occurrence is of a plain task, and is sent with a lock if a worker would free that."""
+        is_plain = not hasattr(type(self.app.tasks.get(claimed.stored.entry.task)), "generate_lock")
+        return is_plain and (claimed.occurrence.overlap or claimed.stored.policy.overlap) is not Overlap.ALLOW_ALL
 
     def _ask_for_workers(self) -> bool:
         """Return whether a worker was seen that frees the locks of plain tasks, which else would stay for an hour."""
@@ -241,9 +241,8 @@ class Dispatcher:
         return message.claimed.confirmation(decision)
 
     def drop(self, message: Message, decision: Decision) -> Confirmation:
-        """Log that a message is not to be sent any more, free its locks, and return its confirmation."""
+        """Log that a message is not to be sent any more, and return its confirmation."""
         self.failures.backoff.forget(message.entry.key)
-        self.release(*message.locks)
         log_decision(decision, self._timestamp())
         return message.claimed.confirmation(decision)
 
@@ -253,7 +252,8 @@ class Dispatcher:
             return
         self.progress()
         try:
-            backend_of(self.app).finish_many(locks, remember_for=Config.of(self.app).singlebeat_queued_ttl)
+            with self.failures.asking_locks():
+                backend_of(self.app).finish_many(locks, remember_for=Config.of(self.app).singlebeat_queued_ttl)
         except LockBackendError:
             self.release_later(locks)
         except ConfigError:  # then there are no locks

@@ -149,6 +149,8 @@ class OneWrite:
 
     def _may_be_possible(self) -> bool:
         """Return whether nothing forbids one write as far as this process knows."""
+        if time.monotonic() >= self._patient_until and self.dispatcher.failures.is_away(LOCKS):
+            return False  # several writes would wait for that server once more
         return self._may_be_here() and not self.app.conf.task_always_eager and not _why_not(self.app, self.store)
 
     def _may_be_here(self) -> bool:
