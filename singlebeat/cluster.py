@@ -13,6 +13,7 @@ from redis.cluster import ClusterNode
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisClusterException
+from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 if TYPE_CHECKING:
@@ -22,6 +23,14 @@ __all__ = ("Cluster", "keeps_together", "same_slot")
 
 #: A function that calls another one until it succeeds or the time is up, and returns its result.
 Repeat = Callable[[Callable[[], object]], Any]
+
+
+#: Commands that only the node of their key can answer. Others are tried again on another node.
+OF_ONE_NODE = frozenset({"EVAL", "EVALSHA", "EXISTS"})
+
+
+class _HangsError(RedisTimeoutError):
+    """A node does not answer in time; redis-py would retry its base class, and wait for as long each time."""
 
 
 @contextmanager
@@ -69,6 +78,23 @@ class Cluster(RedisCluster):
         """Send a command to its node or nodes."""
         return self._repeat(lambda: super(Cluster, self).execute_command(*args, **kwargs))  # type: ignore[no-untyped-call]
 
+    def exists(self, *keys: Any) -> Any:
+        """Return how many of the keys exist; redis-py would ask for a single key in a pipeline, again and again."""
+        return self.execute_command("EXISTS", *keys) if len(keys) == 1 else super().exists(*keys)
+
+    def _execute_command(self, target_node: object, *args: object, **kwargs: object) -> Any:
+        """Send a command to one node, as redis-py calls it for each try.
+
+        Raises:
+            _HangsError: the node does not answer in time, and no other node could answer.
+        """
+        try:
+            return super()._execute_command(target_node, *args, **kwargs)  # type: ignore[no-untyped-call]
+        except RedisTimeoutError as exc:
+            if args[0] in OF_ONE_NODE:
+                raise _HangsError(str(exc)) from exc
+            raise
+
     def close(self) -> None:
         """Close the connections to all nodes."""
         if self._is_connected:
@@ -76,7 +102,7 @@ class Cluster(RedisCluster):
 
     def pipeline(self, transaction: object = None, shard_hint: object = None) -> _Pipeline:
         """Return a pipeline without a transaction; scripts do the work that must be atomic."""
-        return _Pipeline(super().pipeline, self._repeat)
+        return _Pipeline(super().pipeline, self._repeat, self.get_node_from_key)
 
     def _repeat(self, do: Callable[[], object]) -> Any:
         def converting() -> object:
@@ -109,8 +135,8 @@ class Cluster(RedisCluster):
 class _Pipeline:
     """Commands that each attempt sends in a new pipeline, because redis-py's pipelines can be executed only once."""
 
-    def __init__(self, new: Callable[[], RedisClient], repeat: Repeat) -> None:
-        self._new, self._repeat = new, repeat
+    def __init__(self, new: Callable[[], RedisClient], repeat: Repeat, node_of: Callable[[str], object]) -> None:
+        self._new, self._repeat, self._node_of = new, repeat, node_of
         self._commands: list[tuple[str, tuple[object, ...], dict[str, object]]] = []
 
     def __getattr__(self, name: str) -> Callable[..., _Pipeline]:
@@ -127,10 +153,14 @@ class _Pipeline:
         def do() -> object:
             pipe = self._new()
             for name, args, kwargs in commands:
-                getattr(pipe, name)(*args, **kwargs)
+                getattr(pipe, name)(*args, **kwargs, **self._target(args))
             return pipe.execute(raise_on_error)
 
         return self._repeat(do)
+
+    def _target(self, args: tuple[object, ...]) -> dict[str, object]:
+        """Return the node of a script: redis-py would ask another node, which may hang, for the keys of the script."""
+        return {"target_nodes": self._node_of(str(args[3]))} if args[:1] == ("EVAL",) else {}
 
     def __enter__(self) -> Self:
         return self

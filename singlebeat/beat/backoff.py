@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-__all__ = ("Backoff",)
+__all__ = ("FIRST_RETRY", "LAST_RETRY", "Backoff")
 
 #: Seconds until the first retry, and the longest delay; the delay doubles with each failure.
 FIRST_RETRY, LAST_RETRY = 1.0, 4.0

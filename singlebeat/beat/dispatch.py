@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..config import Config
@@ -15,6 +16,8 @@ from ..locks.base import HEADER, Holder, Verdict, unusable
 from ..locks.late_release import release_later
 from ..log import Log
 from ..overlap import Overlap
+from .calendar.zone import app_zone
+from .decide import dropped
 from .decision_log import log_decision
 from .entries.occurrence import WITHOUT_LOCK, Decision, DecisionType
 from .failures import Failures, unsendable
@@ -111,16 +114,16 @@ class Dispatcher:
         Raises:
             LockBackendError: the locks' server does not answer.
         """
-        plain = [
-            each
-            for each in claimed
-            if not hasattr(type(self.app.tasks.get(each.stored.entry.task)), "generate_lock")
-            and (each.occurrence.overlap or each.stored.policy.overlap) is not Overlap.ALLOW_ALL
-        ]
+        plain = [each for each in claimed if self.needs_worker(each)]
         looked_after = bool(plain) and self._ask_for_workers()
         if not looked_after:  # a lock may have been acquired while a worker was seen
             self._free_locks([each for each in plain if each.stored.pending is not None])
         return looked_after
+
+    def needs_worker(self, claimed: ClaimedOccurrence) -> bool:
+        """Return whether an occurrence is of a plain task, and is sent with a lock if a worker would free that."""
+        is_plain = not hasattr(type(self.app.tasks.get(claimed.stored.entry.task)), "generate_lock")
+        return is_plain and (claimed.occurrence.overlap or claimed.stored.policy.overlap) is not Overlap.ALLOW_ALL
 
     def _ask_for_workers(self) -> bool:
         """Return whether a worker was seen that frees the locks of plain tasks, which else would stay for an hour."""
@@ -187,6 +190,14 @@ class Dispatcher:
         done = holder.verdict is Verdict.DONE
         return message.plan.outcome(replace(holder, task_id=message.occurrence.id) if done else holder)
 
+    def dropped(self, message: Message) -> Decision | None:
+        """Return the decision about a message that waited until it was too late; None if it may be sent."""
+        policy = message.stored.policy
+        if policy.misfire_grace_time is None and policy.end_time is None:
+            return None
+        now = datetime.fromtimestamp(self._timestamp(), UTC)
+        return dropped(message.stored, message.occurrence, now, zone=app_zone(self.app))
+
     def decide(self, message: Message, published: Published) -> Decision:
         """Return the decision about an occurrence; have its lock checked if the message of the holder may be lost."""
         entry, occurrence, (kind, other, reason) = message.entry, message.occurrence, published
@@ -229,13 +240,20 @@ class Dispatcher:
         log_decision(decision, self._timestamp(), detail="".join(traceback.format_exception(exc)) if is_new else "")
         return message.claimed.confirmation(decision)
 
+    def drop(self, message: Message, decision: Decision) -> Confirmation:
+        """Log that a message is not to be sent any more, and return its confirmation."""
+        self.failures.backoff.forget(message.entry.key)
+        log_decision(decision, self._timestamp())
+        return message.claimed.confirmation(decision)
+
     def release(self, *locks: Ref) -> None:
         """Free locks, later if their server does not answer."""
         if not locks:
             return
         self.progress()
         try:
-            backend_of(self.app).finish_many(locks, remember_for=Config.of(self.app).singlebeat_queued_ttl)
+            with self.failures.asking_locks():
+                backend_of(self.app).finish_many(locks, remember_for=Config.of(self.app).singlebeat_queued_ttl)
         except LockBackendError:
             self.release_later(locks)
         except ConfigError:  # then there are no locks

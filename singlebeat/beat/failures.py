@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from kombu.exceptions import OperationalError
@@ -13,7 +15,7 @@ from ..connections import DataError, RedisError, ResponseError, broker_place, wh
 from ..errors import LockBackendError, UnusableLockError
 from ..log import Log
 from ..server_errors import with_advice
-from .backoff import Backoff
+from .backoff import FIRST_RETRY, LAST_RETRY, Backoff
 from .store.probe import lock_server_says
 
 if TYPE_CHECKING:
@@ -120,6 +122,8 @@ class Failures:
         self.app, self._forget_broker = app, forget_broker
         self.backoff = Backoff()
         self._unreachable = set[str]()  #: the servers that were logged as unreachable
+        self._outage: LockBackendError | None = None  #: the last one of the locks' server
+        self._ask_again_at = 0.0  #: monotonic: when that server may be asked for locks again
 
     def is_refused(self, message: Message, exc: Exception) -> bool:
         """Return whether RabbitMQ answers and refuses one message, as for a full queue; log it now and then."""
@@ -158,6 +162,26 @@ class Failures:
             if of_locks is not None:
                 reason = lock_server_says(self.app, of_locks)
             log.error(text, event="unreachable", server=server, reason=reason)
+
+    @contextmanager
+    def asking_locks(self) -> Iterator[None]:
+        """Ask the locks' server within it; leave a server that hangs alone for as long as it has kept us waiting.
+
+        Entries that need no lock wait, too, so the next question must not follow at once.
+
+        Raises:
+            LockBackendError: the locks' server does not answer, or is left alone.
+        """
+        began = monotonic()
+        if self._outage is not None and began < self._ask_again_at:
+            raise self._outage.with_traceback(None)
+        try:
+            yield
+        except LockBackendError as exc:
+            waited = monotonic() - began
+            if waited >= FIRST_RETRY:  # a shorter wait holds up no other entry
+                self._outage, self._ask_again_at = exc, began + waited + min(waited, LAST_RETRY)
+            raise
 
     def is_away(self, server: str) -> bool:
         """Return whether a server was logged as unreachable, and does not work again."""

@@ -149,6 +149,8 @@ class OneWrite:
 
     def _may_be_possible(self) -> bool:
         """Return whether nothing forbids one write as far as this process knows."""
+        if time.monotonic() >= self._patient_until and self.dispatcher.failures.is_away(LOCKS):
+            return False  # several writes would wait for that server once more
         return self._may_be_here() and not self.app.conf.task_always_eager and not _why_not(self.app, self.store)
 
     def _may_be_here(self) -> bool:
@@ -399,6 +401,8 @@ class _Sending:
     def _add(self, message: Message) -> None:
         """Make the message of an occurrence, if it is to be sent."""
         self.dispatcher.progress()
+        if self.dispatcher.dropped(message) is not None:  # several writes record that, and free its lock
+            return
         try:
             attempt = self._attempt(message, self._answers.get(message.occurrence.id))
             if attempt.has_message:

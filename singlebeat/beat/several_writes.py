@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..locks.base import Headers
     from ..outbox import Command, Outbox
     from .dispatch import Dispatcher
+    from .entries.occurrence import Decision
     from .leadership.lease import Term
     from .message import Message
     from .store.claims import ClaimedOccurrence, Confirmation
@@ -56,6 +57,7 @@ class _Attempt:
     error: Exception | None = None  #: why it is not sent
     commands: Sequence[Command] = ()  #: that are to send it; empty: it is sent, or not to be sent
     published: Published | None = None  #: by code of others
+    dropped: Decision | None = None  #: why it is not to be sent any more
 
 
 class SeveralWrites:
@@ -77,13 +79,20 @@ class SeveralWrites:
         self._sends_each = reports_each(self.app)
         self._holders: Mapping[str, Holder] = {}  #: the answers of the locks' server, by task id
         self._outage: LockBackendError | None = None  #: the locks' server does not answer
+        #: Seconds that messages which fail may still take.
+        self._patience = Config.of(self.app).singlebeat_socket_timeout
+        self._broker_is_down = False
         self._confirmations: list[Confirmation] = []
+        self._dropped = set[str]()  #: the ids of the occurrences that are not to be sent any more
+        self._over = set[str]()  #: those whose decisions are confirmed, and whose locks are not ours to free
         self._unsent: list[str] = []  #: the keys of the entries whose messages a server does not take now
         self._queues: dict[str, str] = {}  #: of the messages, by task id
         self._without_ticket = set[str]()  #: the ids of the messages that have none
 
     def send(self, claimed: Sequence[ClaimedOccurrence]) -> None:
         """Lock all occurrences in one round trip, publish them in a few, confirm all in one round trip.
+
+        Before that, those that need no lock are published and confirmed: the locks' server may hang.
 
         Each occurrence comes with its entry and with the entry's past, in which the occurrence is counted.
 
@@ -92,37 +101,63 @@ class SeveralWrites:
         """
         if not claimed:
             return
-        messages = self._prepare(claimed)
+        plain: list[ClaimedOccurrence] = []
+        others: list[ClaimedOccurrence] = []
+        for each in claimed:
+            (plain if self.dispatcher.needs_worker(each) else others).append(each)
+        messages, wrong = prepare(self.app, self.dispatcher.report_each(others), looked_after=True)
+        free = [message for message in messages if self._needs_no_lock(message)]
+        self._send(free)
+        first = {message.occurrence.id for message in free}
+        if self._broker_is_down:  # locks would be acquired in vain
+            self._unsent += [each.stored.entry.key for each in claimed if each.occurrence.id not in first]
+            self._confirm([])
+            return
+        left = [message for message in messages if message.occurrence.id not in first]
+        try:
+            with self.failures.asking_locks():
+                looked_after = self.dispatcher.check_workers(plain)
+        except LockBackendError as exc:
+            self._outage, looked_after = exc, True  # messages that may need a lock wait
+        more, wrong_too = prepare(self.app, self.dispatcher.report_each(plain), looked_after=looked_after)
+        self._give_up(wrong + wrong_too)
+        place = {each.occurrence.id: number for number, each in enumerate(claimed)}
+        left = self.dispatcher.by_failures(sorted(left + more, key=lambda message: place[message.occurrence.id]))
         is_asked = self._outage is None
         try:
             if is_asked:
-                self._acquire(messages)
-            ready = messages
+                self._acquire(left)
+            ready = left
             if self._outage is not None:
-                ready = [message for message in messages if message.call is None]
-                self._unsent += [message.entry.key for message in messages if message.call is not None]
+                ready = [message for message in left if message.call is None]
+                self._unsent += [message.entry.key for message in left if message.call is not None]
             if self._outage is not None and self._unsent:
                 self.failures.note(self._outage)
+            self._send(ready)
+        finally:
+            if is_asked:
+                self._release_unsent(free + left)
+
+    def _needs_no_lock(self, message: Message) -> bool:
+        """Return whether a message is sent first; one that has failed waits behind those that have not."""
+        is_free = message.call is None and not message.locks_itself
+        return is_free and not self.failures.backoff.failures_of(message.entry.key)
+
+    def _give_up(self, wrong: Sequence[tuple[Message, Exception]]) -> None:
+        """Give up messages that cannot be made."""
+        self.dispatcher.release(*(lock for message, _ in wrong for lock in message.locks))
+        self._confirmations += [self.dispatcher.give_up(*each) for each in wrong]
+
+    def _send(self, messages: Sequence[Message]) -> None:
+        """Publish messages, and confirm all that is decided."""
+        try:
             # Not weak: when a weak receiver dies, Celery before 5.7 gives the signal a new list of receivers, while its
             # sender of messages keeps the old list.
             before_task_publish.connect(self._note_queue, weak=False)
-            self._publish(ready)
+            self._publish(messages)
         finally:
             before_task_publish.disconnect(self._note_queue)
             self._confirm(messages)
-            if is_asked:
-                self._release_unsent(messages)
-
-    def _prepare(self, claimed: Sequence[ClaimedOccurrence]) -> list[Message]:
-        """Return the messages of occurrences, those that have failed most often last; give up those that cannot be."""
-        try:
-            looked_after = self.dispatcher.check_workers(claimed)
-        except LockBackendError as exc:
-            self._outage, looked_after = exc, True  # messages that may need a lock wait
-        messages, wrong = prepare(self.app, self.dispatcher.report_each(claimed), looked_after=looked_after)
-        self.dispatcher.release(*(lock for message, _ in wrong for lock in message.locks))
-        self._confirmations += [self.dispatcher.give_up(*each) for each in wrong]
-        return self.dispatcher.by_failures(messages)
 
     # ---------------------------------------------------------------- locks
 
@@ -133,7 +168,8 @@ class SeveralWrites:
             cancel_releases(call)
         self.dispatcher.progress()
         try:
-            holders = backend_of(self.app).acquire_many(calls, may_be_resent=True) if calls else []
+            with self.failures.asking_locks():
+                holders = backend_of(self.app).acquire_many(calls, may_be_resent=True) if calls else []
         except LockBackendError as exc:
             self._outage = exc
             return
@@ -167,8 +203,7 @@ class SeveralWrites:
         """Release the locks of messages that are not sent, while no other beat may hold them for the same task ids."""
         if not self.publisher.may_publish(self.term) or time.monotonic() >= self._taken_until:
             return
-        over = {each.decision.occurrence.id for each in self._confirmations}
-        locks = [lock for message in messages if message.occurrence.id not in over for lock in message.locks]
+        locks = [lock for message in messages if message.occurrence.id not in self._over for lock in message.locks]
         if self._outage is None:
             self.dispatcher.release(*locks)
         else:
@@ -181,10 +216,9 @@ class SeveralWrites:
 
     def _publish(self, messages: Sequence[Message]) -> None:
         """Publish messages, for as long as this beat may."""
-        patience, left = Config.of(self.app).singlebeat_socket_timeout, deque(messages)
-        broker_is_down = False
+        left = deque(messages)
         while left and self._may_publish():
-            if broker_is_down:  # each further message would wait for the broker again
+            if self._broker_is_down:  # each further message would wait for the broker again
                 self._unsent += [message.entry.key for message in left]
                 return
             began = time.monotonic()
@@ -193,10 +227,10 @@ class SeveralWrites:
                 away = [(message, exc) for message, exc in failed if not self.failures.is_refused(message, exc)]
                 if away:
                     self.failures.note(away[0][1], *(message.entry.key for message, _ in away))
-                patience -= time.monotonic() - began
+                self._patience -= time.monotonic() - began
                 # The cause may be one message alone. A broker that hangs may still accept connections.
-                broker_is_down = patience <= 0 or not self.publisher.reaches_broker()
-                if not broker_is_down:
+                self._broker_is_down = self._patience <= 0 or not self.publisher.reaches_broker()
+                if not self._broker_is_down:
                     self.failures.note_lone(away)
 
     def _failed(self, attempts: Sequence[_Attempt]) -> Iterator[tuple[Message, Exception]]:
@@ -256,6 +290,9 @@ class SeveralWrites:
         """Make the message of an occurrence, if it is to be sent; without an outbox it is sent at once."""
         attempt = _Attempt(message)
         self.dispatcher.progress()
+        attempt.dropped = self.dispatcher.dropped(message)
+        if attempt.dropped is not None:
+            return attempt
         try:
             attempt.outcome = self.dispatcher.outcome(message, self._holders.get(message.occurrence.id))
             if isinstance(attempt.outcome, Refused):
@@ -319,6 +356,9 @@ class SeveralWrites:
     def _settle(self, attempt: _Attempt) -> Confirmation:
         """Note what has become of an occurrence, and return the decision and its change of the entry's past."""
         message, outcome = attempt.message, attempt.outcome
+        if attempt.dropped is not None:
+            self._dropped.add(message.occurrence.id)
+            return self.dispatcher.drop(message, attempt.dropped)
         if attempt.published is not None:
             published = attempt.published
         elif isinstance(outcome, Refused):
@@ -335,8 +375,11 @@ class SeveralWrites:
 
     def _confirm(self, messages: Sequence[Message]) -> None:
         """Confirm what is decided, and let the other occurrences wait."""
-        decisions = (each.decision for each in self._confirmations)
+        confirmations, self._confirmations = self._confirmations, []
+        unsent, self._unsent = self._unsent, []
+        decisions = [each.decision for each in confirmations]
+        self._over |= {decision.occurrence.id for decision in decisions} - self._dropped
         self._keep_locks({decision.occurrence.id for decision in decisions if decision.is_sent}, messages)
         store, seconds = self.dispatcher.store, self.failures.backoff.seconds
-        store.confirm(self._confirmations, self.term)
-        store.postpone({key: self.now + timedelta(seconds=seconds(key)) for key in self._unsent})
+        store.confirm(confirmations, self.term)
+        store.postpone({key: self.now + timedelta(seconds=seconds(key)) for key in unsent})

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from unittest.mock import Mock
+
 import pytest
+from redis import RedisCluster
+from redis.cluster import NodesManager
+from redis.exceptions import TimeoutError as RedisTimeoutError
 from starlette.testclient import TestClient
 
 from singlebeat import web
 from singlebeat.beat.metrics import BeatMetrics
+from singlebeat.clients import RedisError, private
 from tests.support import wait_until
 from tests.system.topologies import OneNode
 
@@ -120,3 +127,48 @@ def test_a_beat_that_starts_before_its_cluster_sends_later(bench, node, caplog):
     bench.put()
 
     wait_until(lambda: beat.tick() and bench.names == ["e"], what="the message")
+
+
+@pytest.mark.parametrize(("command", "args"), [("exists", ["key"]), ("eval", ["return 1", 1, "key"])])
+def test_a_call_to_a_node_that_hangs_is_made_once(node, monkeypatch, command, args):
+    calls, send = [], RedisCluster._execute_command
+    client = private(node.cluster_url, timeout=0.2)
+    client.get("key")
+    monkeypatch.setattr(
+        RedisCluster, "_execute_command", lambda *args, **kwargs: calls.append(1) or send(*args, **kwargs)
+    )
+    monkeypatch.setattr(NodesManager, "initialize", lambda *args, **kwargs: None)  # as if another node had answered
+    node.pause()
+
+    with closing(client), pytest.raises(RedisError):
+        getattr(client, command)(*args)
+
+    node.resume()
+    assert len(calls) == 1
+
+
+def test_a_client_connects_though_the_first_node_that_it_asks_hangs(node, monkeypatch):
+    """Another node can answer."""
+    tries, send = [], RedisCluster._execute_command
+
+    def hang_at_first(*args, **kwargs):
+        tries.append(args)
+        if len(tries) == 1:
+            raise RedisTimeoutError
+        return send(*args, **kwargs)
+
+    monkeypatch.setattr(RedisCluster, "_execute_command", hang_at_first)
+
+    with closing(private(node.cluster_url, timeout=5)) as client:
+        assert client.time()
+
+
+def test_a_script_in_a_pipeline_asks_its_own_node_alone(node, monkeypatch):
+    """Another node may hang."""
+    client = private(node.cluster_url, timeout=5)
+    client.get("key")
+    monkeypatch.setattr(RedisCluster, "_get_command_keys", Mock(side_effect=AssertionError))
+
+    with closing(client), client.pipeline() as pipe:
+        pipe.execute_command("EVAL", "return KEYS[1]", 1, "key")
+        assert pipe.execute() == ["key"]

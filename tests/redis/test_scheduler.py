@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta, timezone
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import Mock
 from zoneinfo import ZoneInfo
 
@@ -47,10 +47,12 @@ from singlebeat.beat.store.claims import Confirmation
 from singlebeat.beat.store.quarantine import QUARANTINED
 from singlebeat.beat.store.zone_change import Places
 from singlebeat.beat.tick import SHORTEST_SLEEP
-from singlebeat.errors import ConfigError, UnusableLockError
+from singlebeat.errors import ConfigError, LockBackendError, UnusableLockError
 from singlebeat.locks import backend_of, late_release
 from singlebeat.locks.base import Call, Ref, Verdict
 from singlebeat.locks.key import behind_key, done_key
+from singlebeat.locks.redis import RedisBackend
+from singlebeat.outbox import Marker
 from tests.redis.bench import Bench
 from tests.support import ROOT, PytzLike, RedisServer, SlowProxy, connected, contents, wait_until, without
 from tests.system.apps import make_app
@@ -1357,6 +1359,24 @@ def test_a_pending_occurrence_past_its_grace_is_missed_and_not_counted(server, r
     assert bench.decisions == ["missed"]
     assert bench.pending() is None
     assert bench.meta().total_run_count == before
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one write", "several writes"])
+@pytest.mark.parametrize("task", [PLAIN, SINGLE])
+def test_a_run_whose_grace_ends_while_its_tick_waits_is_missed(bench, redis, request, task, several):
+    if several:
+        request.getfixturevalue("several_writes")
+    bench.put(task=task, misfire_grace_time=60)
+    bench.make_due(ago=HOUR + timedelta(seconds=100))
+    before = bench.meta().total_run_count
+
+    bench.tick(at=datetime.now(UTC) - timedelta(seconds=90))  # it has waited since then
+
+    assert bench.messages == []
+    assert bench.decisions == ["missed"]
+    assert bench.pending() is None
+    assert bench.meta().total_run_count == before
+    assert list(redis.scan_iter("SINGLETONLOCK_*", _type="HASH")) == []
 
 
 @pytest.mark.usefixtures("several_writes")
@@ -3617,6 +3637,87 @@ def test_an_outage_is_logged_once_however_often_others_are_sent(server, redis, o
 
     assert sorted(bench.names) == ["free0", "free1", "free2", "waits"]
     assert [line["event"] for line in logged(*TROUBLE)] == ["unreachable", "recovered"]
+
+
+@pytest.mark.usefixtures("several_writes")
+@pytest.mark.parametrize(("task", "question"), [(SINGLE, "acquire_many"), (PLAIN, "workers_seen")])
+def test_a_run_that_needs_no_lock_is_sent_before_locks_are_asked_for(bench, monkeypatch, task, question):
+    met = []
+
+    def ask(*args: object, **kwargs: object) -> NoReturn:
+        met.append((bench.names, bench.decisions))
+        raise LockBackendError("it hangs")
+
+    monkeypatch.setattr(RedisBackend, question, ask)
+    bench.put("locked", task=task, ago=2 * HOUR)
+    bench.put("free", overlap="allow_all")
+
+    bench.tick()
+
+    assert met == [(["free"], ["dispatched"])]
+    assert bench.pending("locked") is not None
+
+
+@pytest.mark.usefixtures("several_writes")
+def test_a_locks_server_that_hangs_is_left_alone_for_a_while(bench, redis, monkeypatch):
+    """Each question keeps the tick waiting, and so all entries that need no lock."""
+    asked, now = [], [1000.0]
+
+    def hang(*args: object, **kwargs: object) -> NoReturn:
+        asked.append(now[0])
+        now[0] += 5.0
+        raise LockBackendError("it hangs")
+
+    monkeypatch.setattr("singlebeat.beat.failures.monotonic", lambda: now[0])
+    for question in ("acquire_many", "finish_many"):
+        monkeypatch.setattr(RedisBackend, question, hang)
+    monkeypatch.setattr("singlebeat.beat.dispatch.release_later", Mock())  # its thread would ask, too
+    scheduler = bench.scheduler()
+    for name in ("a", "b"):
+        bench.put(name, task=SINGLE)
+        bench.retry_now()
+        scheduler.tick()
+    redis.hset("redbeat:b", "policy", '{"misfire_grace_time": 0.001}')
+    bench.retry_now()
+    scheduler.tick()
+
+    assert asked == [1000.0]
+    assert bench.decisions == ["missed"]
+    now[0] += 5.0
+    bench.retry_now()
+    scheduler.tick()
+    assert asked == [1000.0, 1010.0]
+
+
+def test_one_write_is_not_tried_while_locks_elsewhere_are_unreachable(server, redis, own_server, bench_on, monkeypatch):
+    """It would wait for their server once more in each tick."""
+    bench, marked = bench_on(server, singleton_backend_url=own_server.url), Mock()
+    bench.put(task=SINGLE)
+    scheduler = bench.scheduler()
+    own_server.kill()
+    scheduler.tick()
+    monkeypatch.setattr(Marker, "write", marked)
+
+    bench.retry_now()
+    scheduler.tick()
+
+    assert marked.call_count == 0
+
+
+@pytest.mark.usefixtures("several_writes")
+def test_no_lock_is_asked_for_in_a_tick_whose_broker_is_away(bench, monkeypatch):
+    asked = []
+    monkeypatch.setattr(RedisBackend, "acquire_many", lambda *args, **kwargs: asked.append(args))
+    monkeypatch.setattr(Scheduler, "publish", Mock(side_effect=OSError("no route")))
+    monkeypatch.setattr(Scheduler, "reaches_broker", lambda _: False)
+    bench.put("locked", task=SINGLE)
+    bench.put("free", overlap="allow_all")
+
+    bench.tick()
+
+    assert asked == []
+    assert bench.pending("locked") is not None
+    assert bench.pending("free") is not None
 
 
 def test_a_wrong_password_of_the_locks_server_is_logged_once(server, redis, bench_on, caplog):
