@@ -281,9 +281,9 @@ class _ManyCalls:
         if plan.call is None or not self._is_possible:
             return
         cancel_releases(plan.call)
-        with collecting(self.producer) as outbox:
-            # Not yet a child of the task that runs here: it may be refused.
-            made.result = publish(plan.ticket, producer=self.producer, retry=False, add_to_parent=False)
+        producer, outbox = collecting(self.producer)
+        # Not yet a child of the task that runs here: it may be refused.
+        made.result = publish(plan.ticket, producer=producer, retry=False, add_to_parent=False)
         if outbox.is_full:
             made.sending = Sending(plan.call, outbox.commands, only=Verdict.ACQUIRED)
             self._characters += size(outbox.commands)
@@ -440,9 +440,9 @@ class _OneWrite:
                 raise _NotSentError
             self.is_written = True
 
+        producer, _ = collecting(self.producer, write)
         try:
-            with collecting(self.producer, write):
-                result = self.publish(granted.ticket, producer=self.producer, retry=False)
+            result = self.publish(granted.ticket, producer=producer, retry=False)
         except _NotSentError:
             _discard(self.task, granted.ticket.task_id)
             return None, answer
