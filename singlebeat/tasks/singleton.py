@@ -333,6 +333,8 @@ class Singleton(Task):  # type: ignore[misc]
         self, task_id: str, args: Arguments | None, kwargs: NamedArguments | None, options: Options
     ) -> Ticket | None:
         """Return the ticket of the run that a call replaces, if the run makes this call and both have the same lock."""
+        if self.request_stack is None:  # Celery has registered the task and not bound it yet, so it has no run
+            return None
         run = getattr(self.request, RUN_HEADER, None)
         # Found by its id: of what ``replace`` sends, one call inherits the id of the run. It may begin a chain.
         if not isinstance(run, Run) or run.ticket.task_id != task_id or generation(options) <= run.ticket.generation:

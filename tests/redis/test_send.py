@@ -745,6 +745,25 @@ def test_a_producer_of_another_class_makes_the_message_in_its_way(app, redis):
     assert locks(redis) == {result.id}
 
 
+def test_a_call_before_celery_has_bound_its_task_is_sent(app, redis):
+    """Celery registers a task first, so another thread may call it meanwhile."""
+    sent = []
+
+    class Early(Singleton):
+        abstract = True
+
+        @classmethod
+        def annotate(cls) -> None:
+            assert cls.request_stack is None
+            sent.append(app._tasks["numbered"].delay(1).id)
+            super().annotate()
+
+    task = app.task(numbered, name="numbered", base=Early, shared=False)
+
+    assert task.delay(1).is_duplicate
+    assert list(locks(redis)) == sent == list(ids(redis))
+
+
 def test_a_forked_child_proves_the_broker_by_a_marker_of_its_own(app, redis):
     task = define(app, ignore_result=True)
     task.delay(1)
