@@ -74,6 +74,7 @@ class Singleton(Task):  # type: ignore[misc]
 
     #: The arguments that make a call unique, given by their names, by dotted paths into them (``"user.id"``), or by a
     #: function of all of them. With [] the task runs once at a time, with any arguments; None is for all arguments.
+    #: With ``pydantic=True``, the function gets the arguments as they are sent: a model as a dict.
     unique_on: Sequence[str] | str | Callable[..., object] | None = None
     #: In which time a call excludes its duplicates, as a word of ``LockMode``.
     lock: str = LockMode.UNTIL_EXECUTED
@@ -137,9 +138,9 @@ class Singleton(Task):  # type: ignore[misc]
         args, kwargs = self.as_sent(task_args, task_kwargs)
         try:
             bound = self.call_signature.bind(*args, **kwargs)
-        except TypeError:
+        except TypeError as exc:
             if self.typing or self.unique_on is not None:
-                raise
+                raise TypeError(f"{task_name}: {exc}") from exc
             return key(args, kwargs)
         defaults = self.call_signature.parameters.keys() - bound.arguments
         bound.apply_defaults()

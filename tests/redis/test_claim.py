@@ -337,6 +337,13 @@ def test_a_call_that_is_sent_is_not_lost_to_a_failure_after_it(define, shop, two
     assert f"event={'not_terminated' if fails == 'the broker' else 'not_replaced'}" in caplog.text
 
 
+def test_arguments_that_do_not_fit_are_an_error_that_names_the_task(define):
+    task = define()
+
+    with pytest.raises(TypeError, match=rf"^{task.name}: too many positional arguments"):
+        task.delay(*range(9))
+
+
 def test_a_call_that_is_not_sent_frees_its_lock_when_its_server_goes_on(server, redis, own_server):
     conf = {"singleton_backend_url": own_server.url, "singlebeat_socket_timeout": 0.2}
     with make_app(server.celery_url, conf) as app:
