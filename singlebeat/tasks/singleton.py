@@ -345,16 +345,17 @@ class Singleton(Task):  # type: ignore[misc]
     def _hand_over_and_send(self, run: Ticket, options: Options, publish: Publish) -> AsyncResult:
         """Send a retry or replacement from within its run, and promise the run's lock to the sent call first."""
         backend, successor = self.singleton_backend, run.successor(generation(options))
-        promised = False
+        # Not by its options: they name the exchange through which the run came, maybe not that of the retry.
+        delay, ttl = delay_of(options, datetime.now(UTC)), self.time_to_start(options)
+        sent = note(successor.run, broker=own_broker(self.app), delay=delay)
+        promised = True  # as long as it is unknown: a signal may end the call before it knows the answer
         try:
-            # Not by its options: they name the exchange through which the run came, maybe not that of the retry.
-            delay = delay_of(options, datetime.now(UTC))
-            sent = note(successor.run, broker=own_broker(self.app), delay=delay)
-            promised = backend.promise(run.run, to=successor.run, ttl=self.time_to_start(options), note=sent)
-        except LockBackendError as exc:  # the successor's higher generation takes over the lock when it starts
-            about = {"task": self.name, "id": run.task_id, "reason": exc}
-            log.warning("%(task)s[%(id)s] goes on without its lock", event="unlocked", **about)
-        try:
+            try:
+                promised = backend.promise(run.run, to=successor.run, ttl=ttl, note=sent)
+            except LockBackendError as exc:  # the successor's higher generation takes over the lock when it starts
+                promised = False
+                about = {"task": self.name, "id": run.task_id, "reason": exc}
+                log.warning("%(task)s[%(id)s] goes on without its lock", event="unlocked", **about)
             return publish(headers={**without_deaths(options.get("headers")), HEADER: successor.header()})
         except BaseException:
             if promised:
@@ -435,10 +436,12 @@ class Singleton(Task):  # type: ignore[misc]
             return None if isinstance(done, Holder) else done
         # An override may accept only the two arguments of celery-singleton.
         known = kwargs if type(self).aquire_lock is Singleton.aquire_lock else {}
-        if not self.aquire_lock(lock, task_id, **known):
-            return None
         try:
+            if not self.aquire_lock(lock, task_id, **known):
+                return None
             return send(headers={**(kwargs.get("headers") or {}), HEADER: Ticket(task_id, lock, lock).header()})
+        except LockBackendError:
+            raise
         except BaseException:
             free(self, Ref(lock, task_id))
             raise
