@@ -12,6 +12,7 @@ from urllib.parse import parse_qs
 from weakref import WeakKeyDictionary
 
 from kombu import Connection
+from kombu.exceptions import OperationalError
 
 from .config import Config
 
@@ -24,6 +25,7 @@ __all__ = (
     "BrokerConnection",
     "ConfirmingSender",
     "bounded",
+    "broker_errors",
     "broker_name",
     "is_one_broker",
     "naming_alarms",
@@ -59,6 +61,14 @@ def bounded(connection: Connection, timeout: float) -> Connection:
     for name in LIMITS.get(connection.transport.driver_name, ()):
         connection.transport_options.setdefault(name, timeout)
     return connection
+
+
+def broker_errors(connection: Connection) -> tuple[type[Exception], ...]:
+    """Return all errors of the broker and its driver.
+
+    A handler of these lets those through that a signal raises anywhere: a soft time limit, for example.
+    """
+    return *connection.connection_errors, *connection.channel_errors, OperationalError
 
 
 def broker_name(connection: Connection) -> str:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from threading import local
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from uuid import uuid4
 
 from celery.signals import after_task_publish, before_task_publish
@@ -73,7 +74,7 @@ class Command(NamedTuple):
 
 
 class Outbox:
-    """The publish batch of a producer: kombu gives it each message, and it keeps the commands that would send it.
+    """Keeps the commands that would send the message of a producer of ``collecting``.
 
     It keeps one message, and sends the later ones as if there were no outbox: the event about the message, for example.
 
@@ -90,11 +91,12 @@ class Outbox:
         """Keep one more message, and call ``full`` with it."""
         self.commands, self._full, self.is_full = [], full, False
 
-    def publish(self, message: object, **kwargs: object) -> None:
-        """Keep the commands of a message."""
+    def take(self, message: object, **kwargs: object) -> None:
+        """Keep the commands of a message, or send it if the outbox is full."""
         if self.is_full:
             self.channel.basic_publish(message, **kwargs)
             return
+        # kombu gives the commands to ``add``, as it does with those of its own batches.
         self.channel.basic_publish(message, _publish_batch=self, **kwargs)
         # Not kept: it mostly leads back to this outbox, a cycle that would keep all entries of a tick.
         full, self._full, self.is_full = self._full, None, True
@@ -129,10 +131,21 @@ class Outbox:
         first = [replies[at] for at in accumulate(map(len, messages[:-1]), initial=0)]
         return [reply if isinstance(reply, Exception) else None for reply in first]
 
-    def flush(self) -> None:
-        """Do nothing: the messages are sent otherwise."""
 
-    discard = close = flush
+class _OutboxChannel:
+    """The channel of an outbox, whose messages go into the outbox."""
+
+    #: kombu's own batches send each message at once, so by ``basic_publish``.
+    supports_batch_publish = False
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+
+    def basic_publish(self, message: object, **kwargs: object) -> None:
+        self._outbox.take(message, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._outbox.channel, name)
 
 
 def size(commands: Sequence[Command]) -> int:
@@ -152,21 +165,24 @@ def takes_outbox(producer: Producer) -> bool:
     """
     if not getattr(producer, "supports_batch_publish", False) or not hasattr(producer.channel, "global_keyprefix"):
         return False
-    with producer.batch() as batch:
-        return bool(batch.is_outermost)
+    return getattr(getattr(producer, "_batch_local", None), "current", None) is None
 
 
-@contextmanager
-def collecting(producer: Producer, full: Callable[[Outbox], object] | None = None) -> Iterator[Outbox]:
-    """Let a producer put its next message into an outbox, for ``full`` to send; later ones go out as usual."""
-    channel = producer.channel
-    outbox = Outbox(channel, full)
-    channel.create_publish_batch = lambda max_size: outbox
-    try:
-        with producer.batch():
-            yield outbox
-    finally:
-        del channel.create_publish_batch
+def collecting(producer: Producer, full: Callable[[Outbox], object] | None = None) -> tuple[Producer, Outbox]:
+    """Return a copy of a producer whose next message goes into an outbox, for ``full`` to send, and the outbox.
+
+    Later messages of the copy go out as usual. Producer and channel stay as they are: a soft time limit or another
+    signal may end the caller at any line, and nothing would undo a change of them.
+    """
+    outbox, copied = Outbox(producer.channel, full), object.__new__(type(producer))
+    copied.__dict__.update(producer.__dict__, _batch_local=local(), revive=_refuse_revival)
+    copied.channel = _OutboxChannel(outbox)
+    return copied, outbox
+
+
+def _refuse_revival(channel: object) -> NoReturn:
+    """Raise the error because of which kombu retries a publish: over a new channel it would bypass the outbox."""
+    raise  # noqa: PLE0704 - kombu calls this while it handles the error
 
 
 @dataclass(slots=True)

@@ -96,12 +96,11 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
         if not takes_outbox(producer):
             yield None
             return
-        with collecting(producer) as outbox:
-            self._collecting = producer
-            try:
-                yield outbox
-            finally:
-                self._collecting = None
+        self._collecting, outbox = collecting(producer)
+        try:
+            yield outbox
+        finally:
+            self._collecting = None
 
     @cached_property
     def _broker(self) -> BrokerConnection:

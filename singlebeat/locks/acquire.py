@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kombu import Connection
 from kombu.utils.encoding import safe_repr
 
-from ..broker import broker_name, own_broker
+from ..broker import broker_errors, broker_name, own_broker
 from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..log import Log
@@ -58,6 +58,7 @@ __all__ = (
     "note",
     "note_of_broker",
     "note_of_call",
+    "places_of",
     "plan_call",
     "unlocked_ticket",
 )
@@ -125,11 +126,12 @@ class Granted:
         caller = task.app.current_worker_task
         is_caller = caller is not None and caller.request.id == holder.task_id
         if self.terminates and holder.state == "running" and not is_caller:
+            # Celery holds this connection while it takes a producer with another one from a pool, maybe the last.
+            connection = task.app.connection_for_write()
             try:
-                # Celery holds this connection while it takes a producer with another one from a pool, maybe the last.
-                with task.app.connection_for_write() as connection:
+                with connection:
                     task.app.control.revoke(holder.task_id, terminate=True, connection=connection)
-            except Exception as exc:  # transports raise any exception
+            except broker_errors(connection) as exc:
                 log.warning(
                     "%(task)s[%(id)s] waits for its turn: the run of task %(holder)s could not be terminated",
                     event="not_terminated",
@@ -414,15 +416,16 @@ def _suspect(task: LockableTask, key: str, holder: Holder) -> None:
         task.singleton_backend.suspect(suspects_key(config.singleton_key_prefix), key)
 
 
-def free(task: LockableTask, ref: Ref, *, remember_for: float = 0.0) -> None:
-    """Free the lock of an unsent call or an ended run, at once or when the locks' server answers again.
+def free(task: LockableTask, *refs: Ref, remember_for: float = 0.0) -> None:
+    """Free the locks of an unsent call or an ended run, at once or when the locks' server answers again.
 
     Args:
         remember_for: seconds for which the end of a run is remembered; 0 for an unsent call.
     """
     try:
-        task.singleton_backend.finish_many([ref], remember_for=remember_for)
+        task.singleton_backend.finish_many(refs, remember_for=remember_for)
     except LockBackendError as exc:  # the caller's own error matters more
-        release_later(task.app, ref)
-        about = {"id": ref.task_id, "reason": exc}
+        for ref in refs:
+            release_later(task.app, ref)
+        about = {"id": refs[0].task_id, "reason": exc}
         log.warning("the lock of task %(id)s stays until the locks' server answers", event="lock_kept", **about)

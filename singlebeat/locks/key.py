@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from celery.exceptions import SoftTimeLimitExceeded
 from kombu.utils import json as kombu_json
 
 from ..masking import masked, masked_arguments, masked_text
@@ -121,6 +122,8 @@ def digest(
     try:
         # Encoded and decoded first, as in a message: dict keys become strings, which sender and worker sort alike.
         text = _encode_sorted(json.loads(_encoded(call, encoder)))
+    except SoftTimeLimitExceeded:
+        raise
     except Exception as exc:  # an object's own methods may raise any error
         raise TypeError(f"{task}: {culprit(args, kwargs, encoder)} cannot be part of a unique key: {exc}") from exc
     return hashlib.sha256(text.encode()).hexdigest()
@@ -142,6 +145,8 @@ def is_encodable(value: object, encoder: type | None = None) -> bool:
     """Return whether a value can be part of a unique key."""
     try:
         _encoded(value, encoder)
+    except SoftTimeLimitExceeded:
+        raise
     except Exception:  # an object's own methods may raise any error
         return False
     return True
@@ -241,5 +246,7 @@ def readable(
 def _shown(value: object) -> str:
     try:
         return repr(value)
+    except SoftTimeLimitExceeded:
+        raise
     except Exception:  # it is for people only, and a call must not fail because of it
         return f"<{type(value).__name__}>"

@@ -9,6 +9,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Self
 
+from celery.exceptions import SoftTimeLimitExceeded
+
 from ..config import Config
 from ..errors import ConfigError, LockBackendError
 from .base import BaseBackend, Call, Holder, IfHeld, Ref, Renewal, Verdict, read_generation
@@ -233,7 +235,7 @@ def _naming(backend: str) -> Iterator[None]:
     """Convert any error of a custom backend to a LockBackendError with the backend's name."""
     try:
         yield
-    except LockBackendError:
+    except (LockBackendError, SoftTimeLimitExceeded):
         raise
     except Exception as exc:
         raise LockBackendError(f"the lock backend {backend} failed: {exc!r}") from exc

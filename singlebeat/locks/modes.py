@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeGuard
 
+from celery.exceptions import SoftTimeLimitExceeded
 from kombu.utils import json as kombu_json
 
 from ..errors import ConfigError
@@ -229,6 +230,8 @@ def encode_arguments(task: SingletonTask, args: Arguments | None, kwargs: NamedA
     args, kwargs = task.as_sent(args, kwargs)
     try:
         return str(kombu_json.dumps([args, kwargs]))
+    except SoftTimeLimitExceeded:
+        raise
     except Exception as exc:  # an object's own methods may raise any error
         name = culprit(args, kwargs)
         raise TypeError(f"{task.name}: overlap=buffer_one keeps arguments as JSON, {name} has none: {exc}") from exc

@@ -15,9 +15,11 @@ from celery.signals import after_task_publish, before_task_publish
 from kombu import Producer
 from kombu.exceptions import OperationalError
 
+from ..broker import broker_errors
+from ..errors import LockBackendError
 from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, Marker, collecting, size, takes_outbox
 from . import backend_of
-from .acquire import Refused, acquire, answered, cancel_releases, left_behind
+from .acquire import Granted, Refused, acquire, answered, cancel_releases, free, left_behind, places_of
 from .base import Sending, Verdict
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from kombu import Connection
 
     from ..outbox import Outbox
-    from .acquire import Granted, Plan
+    from .acquire import Plan
     from .base import Call, Holder, Options, Ticket
     from .task import LockableTask
 
@@ -97,13 +99,17 @@ def send_call(
         if outcome is not None:
             _remember(call.ref.key, is_refused=isinstance(outcome, Refused))
             return outcome if isinstance(outcome, Refused) else write.replaced(outcome)
-    granted = acquire(task, plan)
-    if isinstance(granted, Refused):
-        return granted
+    granted: Granted | Refused | None = None
     try:
+        granted = acquire(task, plan)
+        if isinstance(granted, Refused):
+            return granted
         result = publish(granted.ticket, producer=producer, **retries)
-    except BaseException:
-        granted.give_up(task)
+    except BaseException as exc:
+        if isinstance(granted, Granted):
+            granted.give_up(task)
+        elif granted is None and plan.call is not None and not isinstance(exc, LockBackendError):
+            free(task, *places_of(plan.call))  # a signal has ended the call before it knew the answer
         raise
     result.waits_for = granted.note_sent(task)
     return result
@@ -214,7 +220,7 @@ def _is_marked(broker: Marker, producer: Producer) -> bool:
         broker.write_for_broker(producer.channel, time.monotonic())
     except producer.connection.recoverable_connection_errors:
         raise
-    except Exception:  # two writes find out what to do about it
+    except broker_errors(producer.connection):  # two writes find out what to do about it
         return False
     return True
 
@@ -235,7 +241,7 @@ def _write_all(
         broker.write_for_broker(producer.channel, time.monotonic(), anew=True)
     except producer.connection.recoverable_connection_errors:
         raise
-    except Exception:  # two writes find out what to do about it
+    except broker_errors(producer.connection):  # two writes find out what to do about it
         return None
     holders = task.singleton_backend.send(sendings, broker)
     if holders is None:
@@ -281,9 +287,9 @@ class _ManyCalls:
         if plan.call is None or not self._is_possible:
             return
         cancel_releases(plan.call)
-        with collecting(self.producer) as outbox:
-            # Not yet a child of the task that runs here: it may be refused.
-            made.result = publish(plan.ticket, producer=self.producer, retry=False, add_to_parent=False)
+        producer, outbox = collecting(self.producer)
+        # Not yet a child of the task that runs here: it may be refused.
+        made.result = publish(plan.ticket, producer=producer, retry=False, add_to_parent=False)
         if outbox.is_full:
             made.sending = Sending(plan.call, outbox.commands, only=Verdict.ACQUIRED)
             self._characters += size(outbox.commands)
@@ -440,9 +446,9 @@ class _OneWrite:
                 raise _NotSentError
             self.is_written = True
 
+        producer, _ = collecting(self.producer, write)
         try:
-            with collecting(self.producer, write):
-                result = self.publish(granted.ticket, producer=self.producer, retry=False)
+            result = self.publish(granted.ticket, producer=producer, retry=False)
         except _NotSentError:
             _discard(self.task, granted.ticket.task_id)
             return None, answer

@@ -74,6 +74,7 @@ class Singleton(Task):  # type: ignore[misc]
 
     #: The arguments that make a call unique, given by their names, by dotted paths into them (``"user.id"``), or by a
     #: function of all of them. With [] the task runs once at a time, with any arguments; None is for all arguments.
+    #: With ``pydantic=True``, the function gets the arguments as they are sent: a model as a dict.
     unique_on: Sequence[str] | str | Callable[..., object] | None = None
     #: In which time a call excludes its duplicates, as a word of ``LockMode``.
     lock: str = LockMode.UNTIL_EXECUTED
@@ -137,9 +138,9 @@ class Singleton(Task):  # type: ignore[misc]
         args, kwargs = self.as_sent(task_args, task_kwargs)
         try:
             bound = self.call_signature.bind(*args, **kwargs)
-        except TypeError:
+        except TypeError as exc:
             if self.typing or self.unique_on is not None:
-                raise
+                raise TypeError(f"{task_name}: {exc}") from exc
             return key(args, kwargs)
         defaults = self.call_signature.parameters.keys() - bound.arguments
         bound.apply_defaults()
@@ -333,6 +334,8 @@ class Singleton(Task):  # type: ignore[misc]
         self, task_id: str, args: Arguments | None, kwargs: NamedArguments | None, options: Options
     ) -> Ticket | None:
         """Return the ticket of the run that a call replaces, if the run makes this call and both have the same lock."""
+        if self.request_stack is None:  # Celery has registered the task and not bound it yet, so it has no run
+            return None
         run = getattr(self.request, RUN_HEADER, None)
         # Found by its id: of what ``replace`` sends, one call inherits the id of the run. It may begin a chain.
         if not isinstance(run, Run) or run.ticket.task_id != task_id or generation(options) <= run.ticket.generation:
@@ -342,16 +345,17 @@ class Singleton(Task):  # type: ignore[misc]
     def _hand_over_and_send(self, run: Ticket, options: Options, publish: Publish) -> AsyncResult:
         """Send a retry or replacement from within its run, and promise the run's lock to the sent call first."""
         backend, successor = self.singleton_backend, run.successor(generation(options))
-        promised = False
+        # Not by its options: they name the exchange through which the run came, maybe not that of the retry.
+        delay, ttl = delay_of(options, datetime.now(UTC)), self.time_to_start(options)
+        sent = note(successor.run, broker=own_broker(self.app), delay=delay)
+        promised = True  # as long as it is unknown: a signal may end the call before it knows the answer
         try:
-            # Not by its options: they name the exchange through which the run came, maybe not that of the retry.
-            delay = delay_of(options, datetime.now(UTC))
-            sent = note(successor.run, broker=own_broker(self.app), delay=delay)
-            promised = backend.promise(run.run, to=successor.run, ttl=self.time_to_start(options), note=sent)
-        except LockBackendError as exc:  # the successor's higher generation takes over the lock when it starts
-            about = {"task": self.name, "id": run.task_id, "reason": exc}
-            log.warning("%(task)s[%(id)s] goes on without its lock", event="unlocked", **about)
-        try:
+            try:
+                promised = backend.promise(run.run, to=successor.run, ttl=ttl, note=sent)
+            except LockBackendError as exc:  # the successor's higher generation takes over the lock when it starts
+                promised = False
+                about = {"task": self.name, "id": run.task_id, "reason": exc}
+                log.warning("%(task)s[%(id)s] goes on without its lock", event="unlocked", **about)
             return publish(headers={**without_deaths(options.get("headers")), HEADER: successor.header()})
         except BaseException:
             if promised:
@@ -432,10 +436,12 @@ class Singleton(Task):  # type: ignore[misc]
             return None if isinstance(done, Holder) else done
         # An override may accept only the two arguments of celery-singleton.
         known = kwargs if type(self).aquire_lock is Singleton.aquire_lock else {}
-        if not self.aquire_lock(lock, task_id, **known):
-            return None
         try:
+            if not self.aquire_lock(lock, task_id, **known):
+                return None
             return send(headers={**(kwargs.get("headers") or {}), HEADER: Ticket(task_id, lock, lock).header()})
+        except LockBackendError:
+            raise
         except BaseException:
             free(self, Ref(lock, task_id))
             raise

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 from celery import Celery, Task
-from celery.exceptions import Reject
+from celery.exceptions import Reject, SoftTimeLimitExceeded
 from kombu.exceptions import EncodeError, OperationalError, SerializerNotInstalled
 from pydantic import BaseModel
 from redis import Redis
@@ -335,6 +335,25 @@ def test_a_call_that_is_sent_is_not_lost_to_a_failure_after_it(define, shop, two
     assert (result.id, result.is_duplicate) == ("second", False)
     assert shop.sent == ["second"]
     assert f"event={'not_terminated' if fails == 'the broker' else 'not_replaced'}" in caplog.text
+
+
+def test_a_soft_time_limit_ends_a_call_while_it_terminates_a_run(define, shop, monkeypatch):
+    def end(*args: Any, **options: Any) -> Any:
+        raise SoftTimeLimitExceeded
+
+    task = define(overlap="terminate_other")
+    shop.begin(task.generate_lock(task.name, [1]), "running")
+    monkeypatch.setattr(task.app.control, "revoke", end)
+
+    with pytest.raises(SoftTimeLimitExceeded):
+        task.delay(1)
+
+
+def test_arguments_that_do_not_fit_are_an_error_that_names_the_task(define):
+    task = define()
+
+    with pytest.raises(TypeError, match=rf"^{task.name}: too many positional arguments"):
+        task.delay(*range(9))
 
 
 def test_a_call_that_is_not_sent_frees_its_lock_when_its_server_goes_on(server, redis, own_server):

@@ -31,7 +31,7 @@ from singlebeat.locks.base import Ref, Renewal
 from singlebeat.locks.key import behind_key
 from singlebeat.locks.redis import SCRIPTS, RedisBackend
 from singlebeat.locks.send import _refused, why_two_writes
-from singlebeat.outbox import Senders
+from singlebeat.outbox import Senders, collecting
 from singlebeat.overlap import Overlap
 from tests.proxy import LossyProxy
 from tests.support import ROOT, connected, wait_until
@@ -700,6 +700,68 @@ def test_a_duplicate_in_a_users_own_batch_ends_it_not(app, redis):
         assert values(redis) == [1]
 
     assert values(redis) == [1, 2, 3]
+
+
+def test_outboxes_of_one_producer_take_a_message_each(app, redis):
+    """As of two greenlets; and a batch that the user's own code opens meanwhile keeps no message."""
+    with app.producer_pool.acquire() as producer:
+        (first, first_box), (second, second_box) = collecting(producer), collecting(producer)
+        with second.batch():
+            second.publish("second", routing_key="celery")
+        first.publish("first", routing_key="celery")
+        producer.publish("another", routing_key="celery")
+        second.publish("later", routing_key="celery")
+
+    assert [len(box.commands) for box in (first_box, second_box)] == [1, 1]
+    assert redis.llen("celery") == 2
+
+
+def test_a_publish_that_kombu_retries_does_not_bypass_its_outbox(app, redis):
+    def fail(_: object) -> None:
+        raise ConnectionError("as asked")
+
+    with app.producer_pool.acquire() as producer:
+        copied, _ = collecting(producer, fail)
+        with pytest.raises(OperationalError, match="as asked"):
+            copied.publish("", routing_key="celery", retry=True, retry_policy={"interval_start": 0})
+
+    assert not redis.exists("celery")
+
+
+def test_a_producer_of_another_class_makes_the_message_in_its_way(app, redis):
+    class Own(Producer):
+        def publish(self, *args: Any, **options: Any) -> Any:
+            return super().publish(*args, **{**options, "headers": {**options["headers"], "mine": self.mine}})
+
+    task = define(app)
+    with app.connection_for_write() as connection:
+        producer = Own(connection, compression="zlib")
+        producer.mine = 7
+        result = task.apply_async([1], producer=producer)
+
+    (message,) = messages(redis)
+    assert (message["headers"]["id"], message["headers"]["mine"]) == (result.id, 7)
+    assert message["headers"]["compression"] == "application/x-gzip"
+    assert locks(redis) == {result.id}
+
+
+def test_a_call_before_celery_has_bound_its_task_is_sent(app, redis):
+    """Celery registers a task first, so another thread may call it meanwhile."""
+    sent = []
+
+    class Early(Singleton):
+        abstract = True
+
+        @classmethod
+        def annotate(cls) -> None:
+            assert cls.request_stack is None
+            sent.append(app._tasks["numbered"].delay(1).id)
+            super().annotate()
+
+    task = app.task(numbered, name="numbered", base=Early, shared=False)
+
+    assert task.delay(1).is_duplicate
+    assert list(locks(redis)) == sent == list(ids(redis))
 
 
 def test_a_forked_child_proves_the_broker_by_a_marker_of_its_own(app, redis):

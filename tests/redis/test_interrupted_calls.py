@@ -1,0 +1,98 @@
+"""A call that a soft time limit, or the handler of a signal, ends at any line: it leaves nothing half done."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import kombu.messaging
+import pytest
+from celery.exceptions import SoftTimeLimitExceeded
+from celery.signals import before_task_publish
+from kombu.messaging import Producer
+from redis import Redis
+
+import singlebeat
+from singlebeat import Singleton
+from tests.support import connected
+
+pytestmark = pytest.mark.skipif(not hasattr(Producer, "batch"), reason="kombu 5.7 is the first to hand out commands")
+
+#: The code of a call in which the call is ended: ours, and kombu's producer.
+CODE = (str(Path(singlebeat.__file__).parent), kombu.messaging.__file__)
+
+
+def numbered(value: object) -> None: ...
+
+
+@contextmanager
+def interrupted(at: int) -> Iterator[list[int]]:
+    """Raise SoftTimeLimitExceeded before the line that is executed as number ``at``; yield the lines that remain."""
+    remaining = [at]
+
+    def on_line(frame: FrameType, event: str, _: object) -> Any:
+        if event == "line":
+            remaining[0] -= 1
+            if not remaining[0]:
+                sys.settrace(None)
+                raise SoftTimeLimitExceeded
+        return on_line
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, *_: on_line if frame.f_code.co_filename.startswith(CODE) else None)
+    try:
+        yield remaining
+    finally:
+        sys.settrace(before)
+
+
+def sent(redis: Redis) -> list[str]:
+    """The ids of the messages in the queue, the last one first."""
+    return [json.loads(message)["headers"]["id"] for message in redis.lrange("celery", 0, -1)]
+
+
+def locked(redis: Redis) -> set[str]:
+    return {redis.hget(key, "id") for key in redis.scan_iter("SINGLETONLOCK_*", _type="HASH")}
+
+
+@pytest.fixture(params=["one write", "two writes", "a lock of the caller's choice"])
+def call(request, app):
+    """Return a function that makes a call of a Singleton with a value and a task id."""
+    task = app.task(numbered, name="numbered", base=Singleton, shared=False, ignore_result=True)
+    if request.param == "a lock of the caller's choice":
+        yield lambda value, task_id: task.lock_and_run("SINGLETONLOCK_own", [value], task_id=task_id)
+    elif request.param == "one write":
+        yield lambda value, task_id: task.apply_async([value], task_id=task_id)
+    else:
+        with connected(before_task_publish, lambda **_: None):
+            yield lambda value, task_id: task.apply_async([value], task_id=task_id)
+
+
+def test_a_call_that_ends_at_any_line_leaves_no_half_and_harms_no_other(app, redis, call):
+    plain = app.tasks["tests.system.apps.plain"]
+    call("warm", "warm")
+    plain.delay("warm")
+    at, halves, lost, swallowed = 0, [], [], []
+    remaining = [0]
+    while remaining[0] <= 0:
+        at += 1
+        redis.flushall()
+        try:
+            with interrupted(at) as remaining:
+                call(at, "cut")
+            if remaining[0] <= 0:
+                swallowed.append(at)
+        except SoftTimeLimitExceeded:
+            pass
+        if ("cut" in locked(redis)) > ("cut" in sent(redis)):
+            halves.append(at)
+        if plain.delay("next").id not in sent(redis):
+            lost.append(at)
+
+    assert at > 100
+    assert (halves, lost, swallowed) == ([], [], [])
