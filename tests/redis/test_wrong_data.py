@@ -375,3 +375,21 @@ def test_a_closed_or_full_stream_ends_no_command_with_a_traceback(server: RedisS
 
     assert "Traceback" not in done.stderr
     assert (done.returncode, out in done.stdout + done.stderr) == (code, True), done
+
+
+# ---------------------------------------------------------------- keys of the schedule itself
+
+
+def test_a_lock_of_another_type_is_logged_once(bench, redis, logged):
+    beat = bench.scheduler()
+    beat.tick()
+    redis.delete("redbeat::lock")
+    redis.rpush("redbeat::lock", "mine")
+    for number in range(3):
+        bench.put(f"e{number}")
+
+    for _ in range(3):
+        beat.tick()
+
+    assert len(logged("refused")) == 1
+    assert len(logged("trouble")) == 1
