@@ -18,6 +18,7 @@ from redbeat.schedules import rrule
 from singlebeat import Entry, Schedule
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.beat.leadership.lease import Term
+from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.claims import Store
 from singlebeat.errors import EntryError, UnknownEntryError
 from tests.support import RedisServer
@@ -378,6 +379,26 @@ def test_a_closed_or_full_stream_ends_no_command_with_a_traceback(server: RedisS
 
 
 # ---------------------------------------------------------------- keys of the schedule itself
+
+
+def test_a_schedule_whose_list_of_statics_is_removed_keeps_its_pauses(server, redis, bench_on, logged):
+    given = {"static": {"task": TASK, "schedule": 3600}}
+    bench = bench_on(server, result_expires=None, beat_schedule=given)
+    beat = bench.scheduler()
+    beat.tick()
+    bench.schedule.pause("static")
+    redis.delete("redbeat::statics")
+
+    beat.tick()
+
+    assert redis.smembers("redbeat::statics") == {"static"}
+    assert bench.schedule.get("static").policy.paused
+    assert (logged("schedule_vanished"), ScheduleStatus.of(bench.app).lost) == ([], "")
+
+    redis.delete("redbeat::statics", "redbeat:static", SCHEDULE)
+    beat.tick()
+    assert len(logged("schedule_vanished")) == 1
+    assert ScheduleStatus.of(bench.app).lost
 
 
 def test_a_lock_of_another_type_is_logged_once(bench, redis, logged):
