@@ -380,6 +380,16 @@ def test_a_closed_or_full_stream_ends_no_command_with_a_traceback(server: RedisS
 
 # ---------------------------------------------------------------- keys of the schedule itself
 
+#: A command that makes a key of each type.
+MADE = {
+    "string": ("SET", "x"),
+    "list": ("RPUSH", "x"),
+    "set": ("SADD", "x"),
+    "zset": ("ZADD", "1", "x"),
+    "hash": ("HSET", "mine", "x"),
+    "stream": ("XADD", "*", "mine", "x"),
+}
+
 
 def test_a_schedule_whose_list_of_statics_is_removed_keeps_its_pauses(server, redis, bench_on, logged):
     given = {"static": {"task": TASK, "schedule": 3600}}
@@ -414,3 +424,24 @@ def test_a_lock_of_another_type_is_logged_once(bench, redis, logged):
 
     assert len(logged("refused")) == 1
     assert len(logged("trouble")) == 1
+
+
+@pytest.mark.parametrize("kind", ["string", "hash"])
+def test_explain_says_of_a_deleted_entry_which_key_is_still_there(bench, redis, cli, kind):
+    bench.put("wt")
+    bench.tick()
+    redis.delete("redbeat:wt")
+    redis.execute_command(MADE[kind][0], "redbeat:wt", *MADE[kind][1:])
+    redis.zadd(SCHEDULE, {"redbeat:wt": 0})
+    bench.tick()
+    assert "quarantined" in cli("explain", "wt").output
+    cli("delete", "wt")
+
+    for command in ("explain", "history"):
+        told = " ".join(cli(command, "wt", code=1 if command == "explain" else None).output.split())
+        assert "is usable again" not in told
+        assert "quarantines it" not in told
+    told = " ".join(cli("explain", "wt", code=1).output.split())
+    assert "there is no entry 'wt'" in told
+    assert f"The key redbeat:wt is still there, for it is a {kind} of another program" in told
+    assert "If no program needs that key: DEL redbeat:wt" in told
