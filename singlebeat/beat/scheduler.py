@@ -438,7 +438,9 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             if self.lease.forgotten and self._set_loss(why := _forgotten(self.lease.forgotten)):
                 sentence = "beat: The schedule has vanished, or its last changes, before another beat began to lead"
                 log.warning(sentence, event="schedule_vanished", reason=why)
-            name = f"{leader['host']}:{leader['pid']}" if leader else "another beat"
+            name = self._stands_by_for if leader and self._stands_by_for else "another beat"
+            if "host" in leader:
+                name = f"{leader['host']}:{leader['pid']}"
             if spoilt and spoilt != self._spoilt:
                 log.error("beat: Standing by, and no beat leads", event="leaderless", reason=spoilt)
             self._spoilt = spoilt
