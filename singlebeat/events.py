@@ -169,9 +169,9 @@ EVENTS: Mapping[str, Event] = {
     ),
     "refused": Event(
         (WARNING, ERROR),
-        "The server refuses a part of the one write for an entry: ``reason``. Beat tries the rest by itself. ERROR: "
-        "the broker answers, but does not take the message of this entry, which stays pending. Logged again after "
-        "about five minutes.",
+        "The server refuses a part of the one write for an entry, or for all: ``reason``; logged once until that "
+        "changes. Beat tries the rest by itself. ERROR: the broker answers, but does not take the message of this "
+        "entry, which stays pending. Logged again after about five minutes.",
     ),
     "clock_differs": Event(
         (WARNING,),

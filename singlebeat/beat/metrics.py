@@ -222,7 +222,7 @@ class BeatMetrics:
             "redis_up": 1,
             "redis_refuses": bool(refused),
             "schedule_lost": bool(state.lost),
-            "term": float(state.leader.get("term") or 0),
+            "term": state.term,
             "standbys": len(others if state.is_shared else state.standing_by),
             "lease_left_seconds": state.lease_left,
             "clock_ahead_seconds": state.host_ahead,

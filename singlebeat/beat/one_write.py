@@ -95,6 +95,7 @@ class OneWrite:
         self._unanswered: tuple[Sequence[_Attempt], Request] | None = None  #: its reply is lost: is it written?
         self._refusal = ""  #: why the server does not record decisions
         self._is_denied = False  #: the last write, for lack of a right
+        self._refused = dict[str, str]()  #: why a part of the dispatch of an entry is refused; without name: all claims
         self._proved = ("", "")  #: the markers that were found on the schedule's server
         self.failed = ""  #: the id of the occurrence whose message has failed last when it was made
         #: Monotonic; infinite while no server has failed since the last write was answered.
@@ -277,9 +278,8 @@ class OneWrite:
             self._refusal = answer.refusal
         elif any(words in answer.refusal for words in DENIED):
             self.rule_out(answer.refusal)
-        elif answer.refusal:
-            about = {"entry": message.entry.name, "reason": answer.refusal}
-            log.warning("beat: The server refuses a part of the dispatch of %(entry)s", event="refused", **about)
+        else:
+            self._note_refusal(message.entry.name, answer)
         if not answer.recorded:
             return
         self.dispatcher.report(message, decision, BROKER, LOCKS)
@@ -287,6 +287,18 @@ class OneWrite:
         granted, holder = attempt.granted, answer.holder
         if granted is not None and granted.replacing is not None and holder is not None and message.task is not None:
             granted.note_replaced(message.task, holder)
+
+    def _note_refusal(self, entry: str, answer: Answer) -> None:
+        """Log that the server refuses a part of a dispatch, unless it was logged before."""
+        refused = entry if answer.verdict is not None else ""  # claims are refused together
+        before = self._refused.pop(refused, "")
+        if refused:
+            self._refused.pop("", None)
+        if answer.refusal:
+            self._refused[refused] = answer.refusal
+        if answer.refusal and answer.refusal != before:
+            about = {"entry": entry, "reason": answer.refusal}
+            log.warning("beat: The server refuses a part of the dispatch of %(entry)s", event="refused", **about)
 
 
 def _has_one_address(app: Celery) -> bool:

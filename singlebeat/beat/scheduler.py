@@ -144,7 +144,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._is_refused = False  #: in the last tick that failed, the schedule's server replied with an error
         self._closed = self._ticking = self._ticked = False
         self._vanished_in = 0  #: number of the present term, if we have logged in it that the schedule has vanished
-        self._has_statics = False  #: at least one entry of ``beat_schedule`` was stored
+        self._stored = set[str]()  #: the entries of ``beat_schedule`` that were stored
         self._left_out = dict[str, str]()  #: entries that could not be stored, and why
         self._left_out_over: Mapping[str, tuple[str, str]] = {}  #: what was stored of them then
         self._left_out_again_at = 0.0  #: monotonic: when to try again
@@ -340,9 +340,10 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if not term.token and due.zone not in {None, str(app_zone(self.app))}:
             return interval  # beats of that zone do the work: each of our claims would be refused
         scores = self.work.work_off(due, term, now)
-        if due.statics_gone and self._has_statics:
-            self._note_loss("beat_schedule was installed, and is gone")
-            self._vanished_in = term.number
+        if due.statics_gone and self._stored:
+            if self.statics.are_gone(self._stored):  # else another program has removed that key alone
+                self._note_loss("beat_schedule was installed, and is gone")
+                self._vanished_in = term.number
             self.setup_schedule()
             return SHORTEST_SLEEP
         if is_searching:
@@ -437,7 +438,9 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             if self.lease.forgotten and self._set_loss(why := _forgotten(self.lease.forgotten)):
                 sentence = "beat: The schedule has vanished, or its last changes, before another beat began to lead"
                 log.warning(sentence, event="schedule_vanished", reason=why)
-            name = f"{leader['host']}:{leader['pid']}" if leader else "another beat"
+            name = self._stands_by_for if leader and self._stands_by_for else "another beat"
+            if "host" in leader:
+                name = f"{leader['host']}:{leader['pid']}"
             if spoilt and spoilt != self._spoilt:
                 log.error("beat: Standing by, and no beat leads", event="leaderless", reason=spoilt)
             self._spoilt = spoilt
@@ -503,7 +506,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._left_out_again_at = time.monotonic() + LEFT_OUT_EVERY
         stored = self._install(entries, owns=True)
         self.statics.keep([str(name) for name in entries], stored)
-        self._has_statics = bool(stored)
+        self._stored = {*stored}
         self._left_out_over = self.statics.stored(self._left_out)
 
     def _install_left_out(self) -> None:
@@ -519,7 +522,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         stored = self._install({name: entries[name] for name in same}, owns=True, over=same)
         if stored:
             self.statics.keep(entries, stored)
-            self._has_statics = True
+            self._stored |= {*stored}
         for name in stored:
             del self._left_out[name]
             log.warning("beat: '%(entry)s' is stored now", event="added", entry=name)

@@ -23,7 +23,7 @@ from .entries.pauses import READ_PAUSES, Pauses
 from .entries.statics import owner_of
 from .keys import Keys
 from .leadership.clock_guard import LONGEST_STEP_BACK
-from .leadership.lease import STAY, why_leaderless
+from .leadership.lease import STAY, ask_leader, leader_of, why_leaderless
 from .server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class ScheduleStatus:
     """A schedule at one moment by the server's clock; durations are seconds."""
 
     #: host, pid, since, term, app, statics, version, broker, by how much its clock is ahead of the server's, how long
-    #: its last renewal ``took``; empty if no beat of ours leads
+    #: its last renewal ``took``; empty if no beat of ours leads; only its token if the record is spoilt
     leader: Mapping[str, str]
     #: the same, without a term, of each beat of ours that stands by or, where leadership is switched off, works; with
     #: its zone if it works
@@ -144,6 +144,11 @@ class ScheduleStatus:
     def standing_by(self) -> Sequence[Mapping[str, str]]:
         """The beats that lead next if the leader dies."""
         return [beat for beat in self.standbys if "zone" not in beat]
+
+    @property
+    def term(self) -> float:
+        """The number of the present term; 0 if unknown."""
+        return _number(self.leader.get("term"))
 
     @property
     def unlike(self) -> str:
@@ -343,7 +348,7 @@ class ScheduleStatus:
         server_time.ask(client, keys.schedule)
         now = server_time.timestamp()
         with client.pipeline(transaction=False) as pipe:
-            pipe.hgetall(keys.lease.leader)
+            ask_leader(pipe, keys.lease)
             pipe.zrange(keys.lease.standbys, 0, -1, withscores=True)
             pipe.pttl(keys.lock or keys.lease.leader)
             pipe.zcard(keys.schedule)
@@ -358,8 +363,9 @@ class ScheduleStatus:
             pipe.execute_command("EVAL", READ_PAUSES.text, 1, keys.pauses)
             if names:
                 pipe.hgetall(keys.quarantine)
-            leader, signs, ttl, entries, due, overdue, first, pending, quarantined, *rest = pipe.execute()
+            record, token, signs, ttl, entries, due, overdue, first, pending, quarantined, *rest = pipe.execute()
             clock, lost, many, *rest = rest
+        leader = leader_of(record, token)
         pauses = Pauses.of(many)
         seen = {text: until / 1000 - STAY for text, until in signs}
         beats = [_decode_standby(text) for text, at in seen.items() if abs(now - at) < STAY]

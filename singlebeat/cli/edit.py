@@ -99,10 +99,11 @@ def _schedule(every: float | None, cron: str | None) -> BaseSchedule | None:
     if len(fields) != 5:
         raise click.BadParameter(f"needs five fields, not {len(fields)}: {cron!r}", param_hint="--cron")
     names = ("minute", "hour", "day_of_month", "month_of_year", "day_of_week")
+    given = dict(zip(names, fields, strict=True))
     try:
-        return crontab(**dict(zip(names, fields, strict=True)))
+        return crontab(**given)
     except Exception as exc:  # Celery's parser raises any exception
-        raise click.BadParameter(f"{cron!r}: {why_no_crontab(exc, fields[-1])}", param_hint="--cron") from None
+        raise click.BadParameter(f"{cron!r}: {why_no_crontab(exc, given)}", param_hint="--cron") from None
 
 
 def _wishes(given: Sequence[str]) -> dict[str, Any]:

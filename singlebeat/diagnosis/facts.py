@@ -92,13 +92,26 @@ def read_entry(entries: Schedule, name: str, state: ScheduleStatus) -> tuple[Ent
     """
     try:
         entry = entries.get(name)
-    except UnknownEntryError:
+    except UnknownEntryError as exc:
         if name not in state.quarantine:
-            raise
+            raise UnknownEntryError(f"{exc}{_foreign(entries, name)}") from None
         return None, ""
     except EntryError as exc:
+        if name not in state.quarantine and (foreign := _foreign(entries, name)):
+            raise UnknownEntryError(f"there is no entry {name!r}{foreign}") from None
         return None, str(exc)
     return entry, entry.why_unusable(datetime.fromtimestamp(state.now, UTC))
+
+
+def _foreign(entries: Schedule, name: str) -> str:
+    """Return that a key is of another program, and not of an entry, and what to do; empty if it may be of an entry."""
+    if not entries.keys.is_possible(name) or not entries.no_place(name) or (found := entries.foreign_key(name)) is None:
+        return ""
+    key, kind = found
+    return (
+        f". It was deleted, or never stored: it has no place in {entries.keys.schedule}. The key {key} is still there, "
+        f"for it is a {kind} of another program. If no program needs that key: DEL {shlex.quote(key)}"
+    )
 
 
 def why_gone(entries: Schedule, name: str) -> str:

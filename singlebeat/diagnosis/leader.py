@@ -16,6 +16,9 @@ __all__ = ("refusal", "who")
 
 def who(state: ScheduleStatus) -> str:
     """Return a description of the leader, for people."""
+    if state.leader and "host" not in state.leader:
+        why = "another program has removed or spoilt the leader's record"
+        return f"unknown, because {why}: the next renewal of the term writes that again"
     if state.leader:
         return "{host}, pid {pid}, term {term}, since {since}".format_map({**_UNKNOWN, **state.leader})
     if state.is_shared or (state.sharing and not state.locked):

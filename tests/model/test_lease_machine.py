@@ -420,7 +420,8 @@ MUTANTS = {
     "a renewal of another one's term": (
         lease_module,
         "renew",
-        'redis.call("GET", lock) ~= token or redis.call("GET", term) ~= number',
+        'redis.call("GET", lock) ~= token',
+        "last ~= number and not is_spoilt",
     ),
     "the end of another one's term": (lease_module, "resign", "holder ~= token"),
 }

@@ -292,7 +292,7 @@ def test_a_trigger_says_that_no_beat_leads(cli, put, redis):
     assert "; no beat leads: the run is sent when a beat is started" in cli("trigger", "e").output
     redis.hdel("redbeat:e", "pending")
     redis.set("redbeat::lock", "t", px=60_000)
-    redis.hset("redbeat::leader", "host", "h")
+    redis.hset("redbeat::leader", mapping={"host": "h", "pid": 1, "token": "t"})
     assert re.fullmatch(r"e: requested, task \S+\n", cli("trigger", "e").output)
 
 
@@ -916,7 +916,7 @@ def test_where_redbeat_leads_a_disabled_entry_is_not_overdue(app, cli, redis):
     assert "healthy" in cli("health", "--max-lag", "60").output
     assert "overdue     0\n" in cli("status").output
 
-    redis.hset("redbeat::leader", mapping={"host": "h", "pid": "1", "since": "now", "term": "1"})
+    redis.hset("redbeat::leader", mapping={"host": "h", "pid": "1", "token": "of RedBeat"})
     assert "1 entry is overdue" in cli("health", "--max-lag", "60", code=1).output, "ours let their times go on"
 
 

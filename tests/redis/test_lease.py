@@ -15,7 +15,7 @@ from redis import Redis
 from redis.exceptions import LockError, RedisError, ResponseError
 
 from singlebeat.beat.keys import LeaseKeys
-from singlebeat.beat.leadership.lease import SHARE_EVERY, SIGNS_KEPT, STAY, Lease, Term, resign
+from singlebeat.beat.leadership.lease import SHARE_EVERY, SIGNS_KEPT, STAY, Lease, Term, leader_of, resign
 from tests.support import RedisServer, at_once, wait_until, without
 
 KEYS = LeaseKeys("redbeat::lock", "redbeat::leader", "redbeat::term", "redbeat::standbys", "redbeat::resigned")
@@ -799,3 +799,78 @@ def test_a_lock_of_redis_py_that_has_lost_to_us_cannot_touch_our_lease(make, red
         with pytest.raises(LockError):
             touch()
     assert redis.get(KEYS.lock) == term.token
+
+
+# ---------------------------------------------------------------- records that other programs spoil
+
+
+def spoil(redis: Redis, key: str) -> None:
+    redis.delete(key)
+    redis.rpush(key, "mine")
+
+
+@pytest.mark.parametrize("how", ["deleted", "of another type", "half of it"])
+def test_the_next_renewal_makes_the_record_of_the_leader_whole(make, redis, how):
+    beat = make(about={"app": "shop", "broker": "there"})
+    beat.acquire()
+    beat.renew()
+    before = redis.hgetall(KEYS.leader)
+    {
+        "deleted": redis.delete,
+        "of another type": lambda key: spoil(redis, key),
+        "half of it": lambda key: redis.hdel(key, "host"),
+    }[how](KEYS.leader)
+
+    assert beat.renew()
+
+    after = redis.hgetall(KEYS.leader)
+    assert {**after, "took": ""} == {**before, "took": ""}
+    assert after["app"] == "shop"
+    assert 0 < redis.pttl(KEYS.leader) <= LONG * 1000
+
+
+@pytest.mark.parametrize("how", ["deleted", "of another type"])
+def test_a_term_goes_on_if_another_program_spoils_its_number(make, redis, how):
+    beat, standby = make(), make()
+    redis.set(KEYS.term, 6)
+    beat.acquire()
+    standby.acquire()
+    standby.leader()
+    redis.delete(KEYS.term) if how == "deleted" else spoil(redis, KEYS.term)
+    standby.leader()
+    assert standby.spoilt == "", "a beat leads"
+
+    assert beat.renew()
+
+    assert redis.get(KEYS.term) == "7"
+    assert standby.leader()["term"] == "7"
+    assert (standby.forgotten, standby.spoilt) == (0, "")
+
+
+@pytest.mark.parametrize("how", ["of another type", "half of it"])
+def test_a_spoilt_record_of_the_leader_hinders_no_campaign_and_no_end(make, app, redis, how):
+    beat, standby = make(), make()
+    beat.acquire()
+    spoil(redis, KEYS.leader) if how == "of another type" else redis.hdel(KEYS.leader, "host", "token")
+
+    assert standby.acquire() is None
+    assert resign(app)
+    assert standby.acquire() is not None
+    assert standby.leader()["host"]
+
+
+def test_only_a_record_with_the_token_of_the_lock_is_of_the_leader():
+    token, record = "2f0b8a3e-0c4e-4a5e-9c56-1dc9c4123ccb", {"host": "h", "pid": "1"}
+
+    assert leader_of({**record, "token": token}, token) == {**record, "token": token}
+    assert leader_of({**record, "token": token}, None) == {}
+    assert leader_of({**record, "token": "of before"}, "of-redbeat") == {}
+    for spoilt in ({}, record, {"ahead": "0.0", "took": "0.1"}, {"token": token, "pid": "1"}):
+        assert leader_of(spoilt, token) == {"token": token}
+
+
+def test_the_lock_of_redis_py_is_not_taken_for_one_of_ours(make, redis):
+    lock = redis.lock(KEYS.lock, timeout=60)
+    lock.acquire(blocking=False)
+
+    assert make().leader() == {}

@@ -151,8 +151,8 @@ def propose(redis: Redis, *, task_id: str = "id", found: str = "", at: str = "")
 def campaign(redis: Redis, *, leader: str = "") -> tuple[list[str], list[Any]]:
     if leader:
         redis.set(LOCK, leader)
-    stands_by = ['{"host": "host", "ahead": 5}', 9000, "5.0", '{"host": "host"}']
-    return [LOCK, LEADER, TERM, STANDBYS, RESIGNED], ["t", 9000, "host", 1, "2030-01-01", "", *stands_by]
+    stands_by = ['{"host": "host", "ahead": 5}', 9000, '{"host": "host"}']
+    return [LOCK, LEADER, TERM, STANDBYS, RESIGNED], ["t", 9000, "", *stands_by, "host:1", "host", "host", "pid", 1]
 
 
 def resigned(redis: Redis) -> tuple[list[str], list[Any]]:
@@ -166,7 +166,7 @@ def renewed(redis: Redis) -> tuple[list[str], list[Any]]:
     redis.set(LOCK, "t")
     redis.set(TERM, 3)
     redis.hset(LEADER, "ahead", "5.0")
-    return [LOCK, LEADER, TERM], ["t", 9000, "5.0", 3]
+    return [LOCK, LEADER, TERM], ["t", 9000, 3, "ahead", "5.0"]
 
 
 def parked(redis: Redis, *, token: str = "t") -> tuple[list[str], list[Any]]:

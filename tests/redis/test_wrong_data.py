@@ -17,7 +17,9 @@ from redbeat.schedules import rrule
 
 from singlebeat import Entry, Schedule
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
+from singlebeat.beat.keys import LEASE_KEYS, OWN_KEYS
 from singlebeat.beat.leadership.lease import Term
+from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.claims import Store
 from singlebeat.errors import EntryError, UnknownEntryError
 from tests.support import RedisServer
@@ -375,3 +377,180 @@ def test_a_closed_or_full_stream_ends_no_command_with_a_traceback(server: RedisS
 
     assert "Traceback" not in done.stderr
     assert (done.returncode, out in done.stdout + done.stderr) == (code, True), done
+
+
+# ---------------------------------------------------------------- keys of the schedule itself
+
+#: A command that makes a key of each type.
+MADE = {
+    "string": ("SET", "x"),
+    "list": ("RPUSH", "x"),
+    "set": ("SADD", "x"),
+    "zset": ("ZADD", "1", "x"),
+    "hash": ("HSET", "mine", "x"),
+    "stream": ("XADD", "*", "mine", "x"),
+}
+
+ALL_KEYS = [(name, kind) for name, (kind, _) in {**OWN_KEYS, **LEASE_KEYS}.items() if kind != "any"]
+
+
+@pytest.fixture
+def spoilt(server: RedisServer, redis, bench_on, monkeypatch, cli):
+    """Spoil a key of a schedule with a leader and a standby; check that all is right after the advised command."""
+    monkeypatch.setattr("singlebeat.beat.scheduler.LEADER_CHECK_INTERVAL", 0.0)
+    bench = bench_on(server, result_expires=None, beat_schedule={"static": {"task": TASK, "schedule": 3600}})
+    leader, standby = bench.scheduler(), bench.scheduler()
+
+    def tick() -> None:
+        for beat in (leader, standby):
+            beat.tick()
+
+    def spoil(key: str, *commands: tuple[str, ...]) -> None:
+        for command in commands:
+            redis.execute_command(command[0], key, *command[1:])
+            tick()
+
+    def check() -> None:
+        for beat in (leader, standby):
+            beat.lease.renew()
+        tick()
+        bench.put("after")
+        tick()
+        assert "after" in bench.names
+        for beat in (leader, standby):
+            beat.lease.renew()
+        state = ScheduleStatus.of(bench.app)
+        assert (state.problem(), state.lost, state.leader["pid"]) == ("", "", str(os.getpid()))
+        assert state.term
+        assert "healthy" in cli("health", app=bench.app).output
+        assert "problem" not in cli("status", app=bench.app).output
+        told = cli("doctor", app=bench.app, code=None).output.splitlines()
+        assert [line for line in told if re.match("problem +(?!workers| )", line)] == []
+        assert redis.smembers("redbeat::statics") == {"static"}
+
+    bench.put("before")
+    tick()
+    tick()
+    return spoil, check
+
+
+@pytest.mark.parametrize(("name", "kind"), ALL_KEYS)
+def test_a_deleted_key_of_the_schedule_ends_no_beat_and_is_no_loss(spoilt, name, kind):
+    spoil, check = spoilt
+
+    spoil(f"redbeat::{name}", ("DEL",))
+
+    check()
+
+
+@pytest.mark.parametrize(("name", "kind"), ALL_KEYS)
+def test_after_the_advised_command_a_key_of_another_type_is_right(spoilt, redis, name, kind):
+    spoil, check = spoilt
+    key = f"redbeat::{name}"
+
+    for command in (command for other, command in MADE.items() if other != kind):
+        redis.delete(key)
+        spoil(key, command)
+    spoil(key, ("DEL",))
+
+    check()
+
+
+@pytest.mark.parametrize("name", [name for name, kind in ALL_KEYS if kind == "hash"])
+def test_foreign_fields_in_a_hash_of_the_schedule_end_no_beat(spoilt, redis, name):
+    spoil, check = spoilt
+    key = f"redbeat::{name}"
+
+    spoil(key, ("DEL",), ("HSET", "mine", "x"), ("HSET", "pid", "", "token", "x", "term", "x", "since", "x"))
+    spoil(key, ("HDEL", "mine", "pid", "token", "term", "since"))
+
+    check()
+
+
+@pytest.mark.parametrize("fields", [{}, {"ahead": "0.0", "took": "0.1"}, {"host": "h", "pid": "1"}])
+def test_tools_say_that_the_record_of_the_leader_is_spoilt(bench, cli, probe, monkeypatch, fields):
+    monkeypatch.setattr("singlebeat.cli.status.HANDOVER", 0.0)
+    monkeypatch.setattr("singlebeat.beat.scheduler.LEADER_CHECK_INTERVAL", 0.0)
+    leader, standby = bench.scheduler(), bench.scheduler()
+    leader.tick()
+    bench.redis.delete("redbeat::leader")
+    for field, value in fields.items():
+        bench.redis.hset("redbeat::leader", field, value)
+
+    standby.tick()
+
+    unknown = "unknown, because another program has removed or spoilt the leader's record: the next renewal of the term"
+    assert unknown in cli("status").output
+    assert unknown in cli("health").output
+    assert unknown in cli("health", "--role", "leader", code=1).output
+    assert "RedBeat" not in cli("doctor", code=None).output
+    assert probe()[0] == 200
+    assert "singlebeat_term 0.0" in probe("/metrics")[1]
+    assert unknown in cli("resign").output
+
+
+def test_a_record_of_a_leader_without_its_lock_is_not_healthy(bench, cli, redis):
+    bench.tick()
+    record = redis.hgetall("redbeat::leader")
+    bench.schedulers[-1].close()
+    redis.hset("redbeat::leader", mapping=record)
+
+    assert "no beat leads" in cli("health", code=1).output
+    redis.set("redbeat::lock", "of another beat", px=60_000)
+    assert ScheduleStatus.of(bench.app).leader == {}
+
+
+def test_a_schedule_whose_list_of_statics_is_removed_keeps_its_pauses(server, redis, bench_on, logged):
+    given = {"static": {"task": TASK, "schedule": 3600}}
+    bench = bench_on(server, result_expires=None, beat_schedule=given)
+    beat = bench.scheduler()
+    beat.tick()
+    bench.schedule.pause("static")
+    redis.delete("redbeat::statics")
+
+    beat.tick()
+
+    assert redis.smembers("redbeat::statics") == {"static"}
+    assert bench.schedule.get("static").policy.paused
+    assert (logged("schedule_vanished"), ScheduleStatus.of(bench.app).lost) == ([], "")
+
+    redis.delete("redbeat::statics", "redbeat:static", SCHEDULE)
+    beat.tick()
+    assert len(logged("schedule_vanished")) == 1
+    assert ScheduleStatus.of(bench.app).lost
+
+
+def test_a_lock_of_another_type_is_logged_once(bench, redis, logged):
+    beat = bench.scheduler()
+    beat.tick()
+    redis.delete("redbeat::lock")
+    redis.rpush("redbeat::lock", "mine")
+    for number in range(3):
+        bench.put(f"e{number}")
+
+    for _ in range(3):
+        beat.tick()
+
+    assert len(logged("refused")) == 1
+    assert len(logged("trouble")) == 1
+
+
+@pytest.mark.parametrize("kind", ["string", "hash"])
+def test_explain_says_of_a_deleted_entry_which_key_is_still_there(bench, redis, cli, kind):
+    bench.put("wt")
+    bench.tick()
+    redis.delete("redbeat:wt")
+    redis.execute_command(MADE[kind][0], "redbeat:wt", *MADE[kind][1:])
+    redis.zadd(SCHEDULE, {"redbeat:wt": 0})
+    bench.tick()
+    assert "quarantined" in cli("explain", "wt").output
+    cli("delete", "wt")
+
+    for command in ("explain", "history"):
+        told = " ".join(cli(command, "wt", code=1 if command == "explain" else None).output.split())
+        assert "is usable again" not in told
+        assert "quarantines it" not in told
+    told = " ".join(cli("explain", "wt", code=1).output.split())
+    assert "there is no entry 'wt'" in told
+    assert f"The key redbeat:wt is still there, for it is a {kind} of another program" in told
+    assert "If no program needs that key: DEL redbeat:wt" in told

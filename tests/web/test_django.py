@@ -158,7 +158,7 @@ def test_permissions_of_django_are_roles(app, e, flags, role, reads, pauses, del
 
 
 def test_a_user_without_a_permission_sees_no_state_in_any_error(page, redis, e):
-    redis.hset("redbeat::leader", mapping={"host": "vm-of-the-leader", "pid": "7", "term": "1"})
+    redis.hset("redbeat::leader", mapping={"host": "vm-of-the-leader", "pid": "7", "token": "token"})
     redis.set("redbeat::lock", "token")
     client = sign_in("joe")
 

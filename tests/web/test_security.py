@@ -201,7 +201,7 @@ def test_wrong_passwords_count_for_the_client_of_a_trusted_proxy(visit, monkeypa
     "path", ["/", "/nope", "/entry?name=nope", "/why?name=nope", "/api/nope", "/api/entry?name=nope"]
 )
 def test_a_user_without_a_role_sees_no_state_in_any_error(visit, entry, redis, path):
-    redis.hset("redbeat::leader", mapping={"host": "vm-of-the-leader", "pid": "7", "term": "1"})
+    redis.hset("redbeat::leader", mapping={"host": "vm-of-the-leader", "pid": "7", "token": "token"})
     redis.set("redbeat::lock", "token")
     page = visit(client=("10.1.2.3", 1), trust_proxy=["10.0.0.0/8"], user_header="X-User")
 

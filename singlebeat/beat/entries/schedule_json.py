@@ -52,8 +52,8 @@ class Decoder(RedBeatJSONDecoder):  # type: ignore[misc]
             fields = {name: _crontab_field(d[name]) for name in CRONTAB_FIELDS if d.get(name) is not None}
             try:
                 return super().dict_to_object({"__type__": kind, **fields})
-            except ValueError as exc:  # of Celery's parser
-                raise ValueError(why_no_crontab(exc, fields.get("day_of_week"))) from exc
+            except Exception as exc:  # Celery's parser raises any exception
+                raise ValueError(why_no_crontab(exc, fields)) from exc
         if kind == "rrule":
             return _rule(d)
         if kind == "weekday":
@@ -82,10 +82,20 @@ class Encoder(RedBeatJSONEncoder):  # type: ignore[misc]
         return raw
 
 
-def why_no_crontab(exc: Exception, day_of_week: object) -> str:
-    """Return why Celery rejects a crontab, with a hint if Sunday may be written as 7, as in other programs."""
-    hint = " Sunday is 0, not 7." if re.search(r"(?<!\d)7(?!\d)", str(day_of_week)) else ""
-    return f"{exc}{hint}"
+def why_no_crontab(exc: Exception, fields: Mapping[str, Any]) -> str:
+    """Return why Celery rejects a crontab: the field, and a hint if Sunday may be written as 7, as in other programs.
+
+    Args:
+        exc: of the whole crontab, whose fields may be wrong only together.
+    """
+    for name, value in fields.items():
+        try:
+            crontab(**{name: value})
+        except Exception as of_field:  # Celery's parser raises any exception
+            is_sunday = name == "day_of_week" and re.search(r"(?<!\d)7(?!\d)", str(value))
+            hint = " Sunday is 0, not 7." if is_sunday else ""
+            return f"{name} is {scalar(value)}: {of_field}{hint}"
+    return str(exc)
 
 
 def _check_fields(d: JsonObject, known: Iterable[str]) -> None:

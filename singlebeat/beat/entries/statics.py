@@ -226,6 +226,11 @@ class Statics:
                 pipe.exists(self.keys.prefix + name)
             yield from (name for name, is_stored in zip(names, pipe.execute(), strict=True) if not is_stored)
 
+    def are_gone(self, names: Collection[str]) -> bool:
+        """Return whether none of some entries is stored."""
+        keys = [self.keys.prefix + name for name in names]
+        return not any(self.client.exists(*keys[at : at + BATCH]) for at in range(0, len(keys), BATCH))
+
     def _owners(self, names: Collection[str] | None = None) -> Mapping[str, Sequence[str]]:
         """Return the apps from which each entry comes, for all entries or for some."""
         if names is None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from ..keys import Keys, LeaseKeys
 from ..server_time import DIFFERS_FROM, ServerTime
 from ..share import ALL, Share
 
-__all__ = ("SHARE_EVERY", "SIGNS_KEPT", "STAY", "Lease", "Term", "resign", "why_leaderless")
+__all__ = ("SHARE_EVERY", "SIGNS_KEPT", "STAY", "Lease", "Term", "ask_leader", "leader_of", "resign", "why_leaderless")
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -59,6 +60,34 @@ NO_END = -1
 
 #: The number of terms as ``campaign.lua`` counts them.
 NUMBER = re.compile(r"0|[1-9][0-9]{0,12}")
+
+#: The token of a beat of ours; RedBeat's have no dashes.
+TOKEN = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+def ask_leader(pipe: RedisClient, keys: LeaseKeys) -> None:
+    """Ask in a pipeline for the arguments of ``leader_of``."""
+    pipe.hgetall(keys.leader)
+    if keys.lock is None:
+        pipe.hget(keys.leader, "token")
+    else:
+        pipe.get(keys.lock)
+
+
+def leader_of(record: Mapping[str, str], token: str | None) -> Mapping[str, str]:
+    """Return the record of the leader: empty if no beat of ours leads, and only its token if its record is spoilt.
+
+    Another program may have removed the record, or written it: the leader writes it again when it renews its term.
+
+    Args:
+        record: as it is stored.
+        token: that the lock holds; None if none is held. Where leadership is switched off: of the record.
+    """
+    if not token:
+        return {}
+    if record.get("token") == token and record.get("host") and record.get("pid"):
+        return record
+    return {"token": token} if TOKEN.fullmatch(token) else {}
 
 
 def why_leaderless(client: RedisClient, keys: LeaseKeys) -> str:
@@ -142,6 +171,7 @@ class Lease:
         self.forgotten = 0
         self.spoilt = ""  #: why no beat can lead, as the last look at the leader has shown; empty if one can
         self._standby, self._since = "", ""
+        self._record: Mapping[str, str | int] = {}  #: of this beat as the leader
         self._trusted_until = 0.0
         self._held_at, self._held_until = 0.0, math.inf  #: the last campaign that met a lock, and when that lock ends
         #: Our part of the work: all of it while we lead. Where leadership is switched off, beats share the work.
@@ -176,12 +206,14 @@ class Lease:
         # The stored string must be the same at each campaign, because it is removed by its value.
         self._since = self._since or since
         before, self._standby = self._standby, self._encode_standby(host, pid)
-        about = (host, pid, since, self._last_token, self._standby)
-        off = (f"{self.server_time.host_ahead:.1f}", before if before != self._standby else "")
-        args = (token, round(self.ttl * 1000), *about, round(STAY * 1000), *off)
+        before, ttl_ms = before if before != self._standby else "", round(self.ttl * 1000)
+        about = {name: self._about.get(name, "") for name in ("app", "statics", "version", "broker")}
+        self._record = {"host": host, "pid": pid, "since": since, "token": token, "lease_ms": ttl_ms, **about}
+        args = (token, ttl_ms, self._last_token, self._standby, round(STAY * 1000), before, identity())
         self._token = token  # from now on the lock may hold it, even if no reply arrives
         asked = self.server_time.asked()
-        number, *shown = map(int, script(__package__, "campaign")(self._client, keys, args))
+        reply = script(__package__, "campaign")(self._client, keys, (*args, *self._fields()))
+        number, *shown = map(int, reply)
         self.server_time.heard(shown[:2], asked)
         if number < 0:  # nothing was written: the token of the lock is the one that it was
             self._known = 0  # so that the terms which begin anew are no sign of a loss
@@ -200,6 +232,11 @@ class Lease:
             self._thread = threading.Thread(target=self._keep_renewing, name="singlebeat-lease", daemon=True)
             self._thread.start()
         return self._term
+
+    def _fields(self) -> Iterable[str | int]:
+        """Return the fields of our record as the leader, names and values alternating."""
+        ahead = f"{self.server_time.host_ahead:.1f}"
+        return chain.from_iterable({**self._record, "ahead": ahead}.items())
 
     def _now(self) -> str:
         return self.server_time.now().isoformat(timespec="seconds")
@@ -276,8 +313,8 @@ class Lease:
             return term is not None
         asked_at = self._clock()
         keys = (self.keys.lock, self.keys.leader, self.keys.term)
-        ahead = f"{self.server_time.host_ahead:.1f}"
-        args = (term.token, round(self.ttl * 1000), ahead, term.number, f"{self.took_s:.6f}")
+        took = ("took", f"{self.took_s:.6f}")
+        args = (term.token, round(self.ttl * 1000), term.number, "term", term.number, *took, *self._fields())
         try:
             is_renewed = script(__package__, "renew")(self._client, keys, args)
         finally:
@@ -324,16 +361,16 @@ class Lease:
         self._token = self._last_token = ""
 
     def leader(self) -> Mapping[str, str]:
-        """Return the record of the leader (host, pid, since, term), empty if none leads."""
+        """Return the record of the leader as ``leader_of`` does."""
         client = self._client or self._connect()
-        record: Mapping[str, str] = client.hgetall(self.keys.leader)
-        self.forgotten, self.spoilt = 0, why_leaderless(client, self.keys)
-        if (number := record.get("term", "")).isdecimal():
+        with client.pipeline(transaction=False) as pipe:
+            ask_leader(pipe, self.keys)
+            record = leader_of(*pipe.execute())
+        self.forgotten, self.spoilt = 0, "" if record else why_leaderless(client, self.keys)
+        if NUMBER.fullmatch(number := record.get("term", "")):
             known, self._known = self._known, int(number)
             self.forgotten = known if self._known < known else 0
-        # Another program has written into the lock: the record is of a beat that leads no more.
-        is_over = self.keys.lock is not None and "token" in record and client.get(self.keys.lock) != record["token"]
-        return {} if is_over else record
+        return record
 
     def _keep_renewing(self) -> None:
         pause = self.ttl / RENEWALS_PER_LEASE

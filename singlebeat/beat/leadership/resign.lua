@@ -23,7 +23,7 @@ if holder ~= token then
   return not holder and wait ~= "0" and 1 or 0
 end
 if wait ~= "0" and redis.call("EXISTS", standbys) == 1 then
-  local name = redis.call("HMGET", leader, "host", "pid")
+  local name = redis.pcall("HMGET", leader, "host", "pid")  -- another program may have spoilt it
   redis.call("SET", resigned, (name[1] or "") .. ":" .. (name[2] or ""), "PX", wait)
 end
 redis.call("DEL", lock, leader)
