@@ -19,7 +19,7 @@ from .delivery import PREFETCH, listed
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
 from .silence import NOT_RECORDED, expiry_of
-from .status import APART, NO_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, SEE_LOG
+from .status import APART, NO_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, SEE_LOG, to_delete
 from .store.probe import refuses_writes
 
 if TYPE_CHECKING:
@@ -204,9 +204,13 @@ def _whose(facts: Facts, refused: str) -> str:
 def _leadership(facts: Facts) -> Iterator[str]:
     """Say what keeps beat from sending runs in time, or that a beat of RedBeat or another app is concerned."""
     if facts.other_apps:
+        whose, leave = f"It is an entry of app {listed(facts.other_apps)}, not of {facts.state.app}", "Leave"
+        if not any(map(facts.state.has_beat_of, facts.other_apps)):
+            app = facts.other_apps[0]
+            whose += f", and no beat of app {app} is known here. {to_delete(app, [facts.name])}"
+            leave = "Else leave"
         yield (
-            f"It is an entry of app {listed(facts.other_apps)}, not of {facts.state.app}. Leave it and its queue to "
-            f"that app: workers of this app drop its messages. {_sentence(APART)}."
+            f"{whose}. {leave} it and its queue to that app: workers of this app drop its messages. {_sentence(APART)}."
         )
     if facts.state.sent_elsewhere:
         yield f"{_sentence(facts.state.sent_elsewhere)}."

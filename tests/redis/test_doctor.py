@@ -16,7 +16,8 @@ from click import unstyle
 
 from singlebeat import Schedule, Singleton, clocked
 from singlebeat.beat.delivery import Busy, Reader
-from singlebeat.beat.keys import LEASE_KEYS, OWN_KEYS
+from singlebeat.beat.keys import LEASE_KEYS, OWN_KEYS, Keys
+from singlebeat.beat.leadership.lease import Lease
 from singlebeat.beat.lost_messages import living_workers
 from singlebeat.beat.metrics import BeatMetrics
 from singlebeat.beat.status import ScheduleStatus
@@ -523,6 +524,33 @@ def test_a_worker_that_answers_but_renews_nothing_is_named(findings, cli, bench,
     assert "w1@vm answers, so the run has ended there" in known
     assert "its worker is one of w1@vm, w2@vm, which answer, so the run has ended there" in unknown
     assert "probably died" not in known + unknown
+
+
+def test_entries_that_a_moved_app_has_left_are_to_be_deleted(findings, cli, bench):
+    """The app has a prefix of its own by now: its entries run there, and here once more."""
+    left = ("b1", "b 2")
+    for name in left:
+        bench.put(name)
+        bench.redis.hset("redbeat::owners", name, "bar")
+    about, of_bar = "redbeat_key_prefix redbeat:", {"app": "bar", "statics": ""}
+    bar = Lease(lambda: bench.redis, Keys.of(bench.app).lease, ttl=10, about=of_bar)
+    bar.acquire()
+    while_it_leads = str(findings(about)) + cli("explain", "b1").output
+    bar.release()
+    bench.tick()
+
+    ((_, text),) = findings(about)
+    explained = cli("explain", "b 2").output
+
+    measured(text)
+    unknown, moved = "and no beat of app bar is known here", "If app bar has a prefix of its own now, "
+    assert unknown not in while_it_leads
+    assert text.startswith(f"2 entries there are of app bar, not of {bench.app.main} (b 2, b1), {unknown}. ")
+    assert f"{moved}they run twice: delete each here: celery singlebeat delete 'b 2'. Else: the leader" in text
+    assert f"{unknown}. {moved}it runs twice: delete it here: celery singlebeat delete 'b 2'. Else" in explained
+    for name in left:
+        cli("delete", name)
+    assert findings(about) == []
 
 
 @pytest.mark.parametrize("check", ["warn", "ignore"])
