@@ -201,17 +201,20 @@ def _whose(facts: Facts, refused: str) -> str:
     return ", as far as beat and workers have the Redis user of this process"
 
 
+def _owned_elsewhere(facts: Facts) -> str:
+    """Return that the entry is of other apps, and what to do."""
+    app, leave = facts.other_apps[0], "Leave"
+    whose = f"It is an entry of app {listed(facts.other_apps)}, not of {facts.state.app}"
+    if not any(map(facts.state.has_beat_of, facts.other_apps)):
+        whose += f", and no beat of app {app} is known here. {to_delete(app, [facts.name])}"
+        leave = "Else leave"
+    return f"{whose}. {leave} it and its queue to that app: workers of this app drop its messages. {_sentence(APART)}."
+
+
 def _leadership(facts: Facts) -> Iterator[str]:
     """Say what keeps beat from sending runs in time, or that a beat of RedBeat or another app is concerned."""
     if facts.other_apps:
-        whose, leave = f"It is an entry of app {listed(facts.other_apps)}, not of {facts.state.app}", "Leave"
-        if not any(map(facts.state.has_beat_of, facts.other_apps)):
-            app = facts.other_apps[0]
-            whose += f", and no beat of app {app} is known here. {to_delete(app, [facts.name])}"
-            leave = "Else leave"
-        yield (
-            f"{whose}. {leave} it and its queue to that app: workers of this app drop its messages. {_sentence(APART)}."
-        )
+        yield _owned_elsewhere(facts)
     if facts.state.sent_elsewhere:
         yield f"{_sentence(facts.state.sent_elsewhere)}."
     for text in facts.state.other_brokers():
