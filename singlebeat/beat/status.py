@@ -445,8 +445,9 @@ def _in_words(lost: str, key: str) -> str:
     at, _, why = lost.partition(" ")
     return (
         f"the server has lost the schedule, or its last changes, as a beat noticed at {at}: {why}. Entries of "
-        "beat_schedule are back, without their pauses. Import the other entries from an export, and pause again those "
-        f"that were paused. If none is missing, DEL {shlex.quote(key)} removes this note"
+        "beat_schedule are back, without their pauses. Import the other entries from an export (celery singlebeat "
+        "import --from-now FILE; without --from-now they run for times since the export, even if they have run then), "
+        f"and pause again those that were paused. If none is missing, DEL {shlex.quote(key)} removes this note"
     )
 
 
