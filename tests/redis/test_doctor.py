@@ -611,6 +611,18 @@ def test_a_lost_message_of_a_deleted_entry_is_no_longer_awaited(findings, cli, s
     assert findings("locks", app=bench.app) == []
 
 
+def test_messages_wait_without_a_worker_only_where_there_are_any(findings, bench, monkeypatch):
+    monkeypatch.setattr(Workers, "ask", lambda _: Workers({}, {}, {}, {}, {}, (0.0, 0.0)))
+    bench.put()
+    bench.tick()
+    with_message = findings("workers")
+    bench.redis.delete("celery")
+    without = findings("workers")
+
+    assert ("problem", "no worker answers: messages wait in their queues") in with_message
+    assert ("problem", "no worker answers: no run starts") in without
+
+
 def test_a_refused_history_is_named_by_all_that_read_it(findings, cli, bench, server, bench_on):
     with without(server, "xadd") as url:
         mute = bench_on(server, redbeat_redis_url=url.replace("redis+socket", "unix"))
