@@ -20,7 +20,7 @@ from .delivery import PREFETCH, listed
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
 from .silence import NOT_RECORDED, expiry_of
-from .status import APART, NO_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, SEE_LOG
+from .status import APART, NO_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, SEE_LOG, to_delete
 from .store.probe import refuses_writes
 
 if TYPE_CHECKING:
@@ -142,6 +142,7 @@ class Facts:
     silent: str = ""  #: that all its last runs failed, or were skipped; empty if not
     wrong_clocks: Sequence[str] = ()  #: sentences about workers whose clocks differ from the server's
     holder_end: End | None = None  #: how the run ended that kept the last run from being sent
+    holder_vanished: bool = False  #: no worker has recorded that end, and the run was sent longer ago than a lease
     paused_by: str = ""  #: who has paused it, and when, as far as that is recorded
     other_apps: Sequence[str] = ()  #: the apps that have installed it, if this app has not; none if no app has
     outdated: str = ""  #: that it is stored otherwise than ``beat_schedule`` gives it; empty if not, or if unknown
@@ -205,13 +206,20 @@ def _whose(facts: Facts, refused: str) -> str:
     return ", as far as beat and workers have the Redis user of this process"
 
 
+def _owned_elsewhere(facts: Facts) -> str:
+    """Return that the entry is of other apps, and what to do."""
+    app, leave = facts.other_apps[0], "Leave"
+    whose = f"It is an entry of app {listed(facts.other_apps)}, not of {facts.state.app}"
+    if not any(map(facts.state.has_beat_of, facts.other_apps)):
+        whose += f", and no beat of app {app} is known here. {to_delete(app, [facts.name])}"
+        leave = "Else leave"
+    return f"{whose}. {leave} it and its queue to that app: workers of this app drop its messages. {_sentence(APART)}."
+
+
 def _leadership(facts: Facts) -> Iterator[str]:
     """Say what keeps beat from sending runs in time, or that a beat of RedBeat or another app is concerned."""
     if facts.other_apps:
-        yield (
-            f"It is an entry of app {listed(facts.other_apps)}, not of {facts.state.app}. Leave it and its queue to "
-            f"that app: workers of this app drop its messages. {_sentence(APART)}."
-        )
+        yield _owned_elsewhere(facts)
     if facts.state.sent_elsewhere:
         yield f"{_sentence(facts.state.sent_elsewhere)}."
     for text in facts.state.other_brokers():
@@ -493,7 +501,8 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
         yield f"Whether task {task_id} holds a lock is not known: {facts.locks_away}."
     elif lock is None:
         end = facts.holder_end
-        how = "" if end is None else f" {_ended(end, f' at {_moment(end.at)}')}"
+        how = " No worker has recorded its end: its worker has probably died while it ran." * facts.holder_vanished
+        how = how if end is None else f" {_ended(end, f' at {_moment(end.at)}')}"
         yield f"Task {task_id} does not hold the lock any more, so the next run need not wait for it.{how}"
     elif lock.state == "queued":
         yield from _queued(facts, task_id)
@@ -629,7 +638,7 @@ def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
         enable = f"celery singlebeat edit {shlex.quote(entry.name)} --enable"
         paused = entry.policy.paused and not facts.state.redbeat_leads
         also = f", and celery singlebeat resume {shlex.quote(entry.name)}" if paused else ""
-        yield f"It is disabled{' and paused' * paused}: its times pass without a run. To go on: {enable}{also}"
+        yield f"It is disabled{' and paused' * paused}{_goes_on(facts, entry, enable + also)}"
     elif entry.policy.paused and facts.state.redbeat_leads:
         yield (
             "It is paused, and runs all the same while a beat of RedBeat leads, unless you disable it: "
@@ -638,9 +647,21 @@ def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
     elif entry.policy.paused:
         note = f" ({entry.policy.note})" if entry.policy.note else ""
         resume = f"celery singlebeat resume {shlex.quote(entry.name)}"
-        yield f"It is paused{facts.paused_by}{note}: its times pass without a run. To go on: {resume}"
+        yield f"It is paused{facts.paused_by}{note}{_goes_on(facts, entry, resume)}"
     elif not pauses:
         yield from _next_run(facts, entry)
+
+
+def _goes_on(facts: Facts, entry: Entry, command: str) -> str:
+    """Return, as the end of a sentence, how a paused or disabled entry goes on, or that none of its times is to come.
+
+    Args:
+        command: that lets it go on.
+    """
+    if why := entry.timetable.why_over(facts.now, facts.now, count=entry.total_run_count):
+        trigger = f"celery singlebeat trigger {shlex.quote(entry.name)}"
+        return f". None of its times is to come, because {why}. To run it all the same: {trigger}"
+    return f": its times pass without a run. To go on: {command}"
 
 
 def _next_run(facts: Facts, entry: Entry) -> Iterator[str]:

@@ -402,12 +402,12 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         signals.leadership_gained.send(sender=self.app, term=term)
 
     def _check_others(self) -> None:
-        for other, count in self.statics.of_others().items():
+        for other, names in self.statics.of_others().items():
             text = (
                 "beat: This beat of app %(app)s leads over %(entries)d entries of app %(other)s, and sends them to its "
                 "own queues"
             )
-            self._report_other_app(text, other, entries=count)
+            self._report_other_app(text, other, entries=len(names))
         self._report_progress()
 
     def _note_loss(self, why: str) -> None:

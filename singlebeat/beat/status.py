@@ -45,13 +45,16 @@ __all__ = (
     "ScheduleStatus",
     "pending_occurrences",
     "quarantine_record",
+    "to_delete",
 )
 
 #: How to divide the queues of two apps, and all that they share.
 QUEUES_APART = "give each app queues of its own (task_default_queue)"
 APART = (
     "give each app a prefix of its own (redbeat_key_prefix; and singleton_key_prefix, if they share the server of the "
-    f"locks). If they share the broker, also {QUEUES_APART}: a worker drops the messages of tasks that it does not know"
+    f"locks). If they share the broker, also {QUEUES_APART}: a worker drops the messages of tasks that it does not "
+    "know. When the beats of an app have started with its new prefix, delete its entries under the old one: until "
+    "then they run twice (celery singlebeat delete NAME)"
 )
 
 #: Seconds after its time from which an entry is overdue: the leader polls every second.
@@ -86,6 +89,17 @@ NO_BEAT = (
 
 #: Where to look while a beat leads and does not send, in words: the server may refuse another user than the operator's.
 SEE_LOG = "If that lasts, see the log of beat: it names what a server refuses to its user"
+
+
+def to_delete(app: str, names: Sequence[str]) -> str:
+    """Return when and how to delete entries of an app of which no beat is known under this prefix.
+
+    Args:
+        app: their owner, which may have a prefix of its own by now.
+    """
+    runs, each = ("it runs", "it") if len(names) == 1 else ("they run", "each")
+    delete = f"celery singlebeat delete {shlex.quote(names[0])}"
+    return f"If app {app} has a prefix of its own now, {runs} twice: delete {each} here: {delete}"
 
 
 def counted(number: int, one: str, many: str) -> str:
@@ -261,6 +275,14 @@ class ScheduleStatus:
         pending = f"{pending} claimed and not sent, the first is late by {self.pending_lag:.0f} s"
         return "; ".join(filter(None, (entries, pending if self.pending_lag else "")))
 
+    def has_beat_of(self, owner: str) -> bool:
+        """Return whether a beat of an app leads, stands by or works.
+
+        Args:
+            owner: the name under which the app owns entries.
+        """
+        return any(beat.get("app") == owner for beat, _ in self.beats)
+
     def is_led_by(self, owner: str) -> bool:
         """Return whether no beat of another app leads, which would send all entries to its own queues.
 
@@ -429,8 +451,9 @@ def _in_words(lost: str, key: str) -> str:
     at, _, why = lost.partition(" ")
     return (
         f"the server has lost the schedule, or its last changes, as a beat noticed at {at}: {why}. Entries of "
-        "beat_schedule are back, without their pauses. Import the other entries from an export, and pause again those "
-        f"that were paused. If none is missing, DEL {shlex.quote(key)} removes this note"
+        "beat_schedule are back, without their pauses. Import the other entries from an export (celery singlebeat "
+        "import --from-now FILE; without --from-now they run for times since the export, even if they have run then), "
+        f"and pause again those that were paused. If none is missing, DEL {shlex.quote(key)} removes this note"
     )
 
 

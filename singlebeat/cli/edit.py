@@ -340,13 +340,18 @@ def resume_(app: Celery, as_json: bool, name: str | None, tag: str | None, all_:
         done(as_json, text, tag=tag, resumed=was_paused, pauses=[asdict(pause) for pause in left])
         return
     was_paused = entries.resume(name)
-    disabled, pause = False, None
+    disabled, pause, over = False, None, ""
     with suppress(EntryError):  # its definition cannot be read
         entry = entries.get(name)
         disabled = not entry.enabled
         pause = next((pause for pause in entries.pauses() if pause.covers(entry.policy)), None)
+        with suppress(Exception):  # a user's own schedule may raise anything
+            now = server_now(schedule_client(app), entries.keys.schedule)
+            over = entry.timetable.why_over(entry.meta.counts_from, now, count=entry.total_run_count)
     off = f", and still disabled: celery singlebeat edit {shlex.quote(name)} --enable" if disabled else ""
     off += f", and still paused, as {pause}: {pause.resumed_by}" if pause is not None else ""
+    if over:
+        off += f", and never runs: {over}. To run it all the same: celery singlebeat trigger {shlex.quote(name)}"
     facts: dict[str, object] = {"disabled": True} if disabled else {}
     facts |= {"pause": asdict(pause)} if pause is not None else {}
     text = f"{name}: {'resumed' if was_paused else 'it was not paused'}{off}"

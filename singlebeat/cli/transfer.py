@@ -14,15 +14,20 @@ import click
 
 from ..beat.calendar.clocked import comes_once
 from ..beat.calendar.zone import app_zone
+from ..beat.decide import claim_for
+from ..beat.delivery import listed
 from ..beat.entries.author import Author
 from ..beat.entries.definition import MOST_NESTED
 from ..beat.entries.entry import Entry
 from ..beat.entries.fields import BATCH
 from ..beat.entries.save import save_entries
+from ..beat.entries.statics import Statics
 from ..beat.entries.timetable import EPOCH
+from ..beat.keys import Keys
 from ..beat.schedule import Schedule
 from ..beat.server_time import server_now
-from ..beat.status import ScheduleStatus
+from ..beat.status import ScheduleStatus, counted
+from ..beat.store.claims import Stored
 from ..connections import schedule_client
 from ..errors import EntryError, UnknownEntryError
 from .django_celery_beat import is_dump, rows_of
@@ -92,14 +97,16 @@ def export_(app: Celery, as_json: bool) -> None:
 @command(
     "import",
     click.argument("file", type=click.File("rb")),
-    click.option("--dry-run", is_flag=True, help="Only say which entries can be stored."),
+    click.option("--from-now", is_flag=True, help="The times that have passed are not made up for."),
+    click.option("--dry-run", is_flag=True, help="Only say which entries can be stored, and which would run at once."),
 )
-def import_(app: Celery, as_json: bool, file: IO[bytes], dry_run: bool) -> None:
+def import_(app: Celery, as_json: bool, file: IO[bytes], from_now: bool, dry_run: bool) -> None:
     """Store entries from a file of ``export``, or from ``dumpdata django_celery_beat``; - is standard input.
 
     An entry of the same name is replaced. It stays paused if it is, and keeps its past unless the file has a later run:
     so you may import a later dump once more. An enabled task of one run runs again if it was changed in Django after
-    its run here, and has not run there. A new entry gets the past from the file.
+    its run here, and has not run there. A new entry gets the past from the file: beat makes up by one run for the times
+    that have passed since. Use --from-now if they may have run since the export, as on a server that has lost them.
 
     An entry that cannot be stored, such as one with an unknown field, is named. The others are stored, and the exit
     code is 1. RedBeat's entries need no import: singlebeat uses them in place.
@@ -112,22 +119,45 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], dry_run: bool) -> None:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         fail(f"{source} is no JSON array of objects: neither of export nor of dumpdata", UNANSWERED)
     named = list(rows_of(rows, app_zone(app)) if is_dump(rows) else _ours(rows))
-    stored, problems, seen = list[str](), dict[str, str](), set[str]()
-    now = server_now(schedule_client(app), Schedule(app).keys.schedule)
+    stored, problems, seen, catch_up = list[str](), dict[str, str](), set[str](), list[str]()
+    client, now = schedule_client(app), server_now(schedule_client(app), Schedule(app).keys.schedule)
     with progress("entries", len(named), quiet=as_json) as step:
         for at in range(0, len(named), BATCH):
             batch = named[at : at + BATCH]
             read = _read(app, batch, problems, seen, now)
+            if from_now:
+                read = {name: entry.with_past(replace(entry.meta, since=now)) for name, entry in read.items()}
+            late = [name for name, entry in read.items() if _runs_at_once(app, entry, now)]
+            late = [*Statics(app, client).missing(late)]  # others keep their past
             failed = _store(app, read, dry_run, now)
             problems.update(failed)
             stored.extend(name for name in read if name not in failed)
+            catch_up.extend(name for name in late if name not in failed)
             step(len(batch))
     if as_json:
-        show_json({"stored": stored, "problems": problems})
+        show_json({"stored": stored, "catch_up": catch_up, "problems": problems})
     else:
         click.echo(f"{'can be stored' if dry_run else 'stored'}: {len(stored)} of {len(named)}")
+        if catch_up:
+            runs = counted(len(catch_up), "of them runs", "of them run")
+            text = f"{runs} at once, for times that have passed since the export: {listed(catch_up)}"
+            also = "They may have run then: --from-now lets these times pass"
+            click.echo(
+                marked(f"{text}. {also}{'' if dry_run else ' (try it with --dry-run first)'}", "warning"), err=True
+            )
         _name(problems)
     raise SystemExit(1 if problems else 0)
+
+
+def _runs_at_once(app: Celery, entry: Entry, now: datetime) -> bool:
+    """Return whether beat makes up for times of an entry that have passed, if the entry gets its past from the file."""
+    if entry.meta.counts_from is None or not Keys.of(app).is_possible(entry.name):
+        return False  # it has never run, or cannot be stored
+    stored = Stored(entry.key, 0.0, ("",) * 5, entry, entry.meta, entry.policy, None)
+    try:
+        return claim_for(stored, now, zone=app_zone(app), prefix=Keys.of(app).prefix).occurrence is not None
+    except Exception:  # a user's own schedule may raise anything
+        return False
 
 
 def _loads(data: bytes) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from ..beat.entries.entry import Entry
     from ..beat.lost_messages import Found
     from ..beat.store.changes import Change
-    from ..beat.store.history import End, Record
+    from ..beat.store.history import Record
     from ..clients import RedisClient
 
 __all__ = (
@@ -169,15 +169,24 @@ def statics_here(app: Celery) -> str:
     return signature_of(app)["statics"] if app.conf.beat_schedule else ""
 
 
+def _statics_of_beats(app: Celery, state: ScheduleStatus) -> Set[str]:
+    """Return the numbers and digests of the entries in the code of the beats of an app."""
+    return {beat.get("statics", "") for beat, _ in state.beats if beat.get("app") == owner_of(app)}
+
+
+def _have_other_code(app: Celery, state: ScheduleStatus) -> bool:
+    """Return whether all beats of an app have another ``beat_schedule`` than this process."""
+    theirs = _statics_of_beats(app, state) - {""}
+    return bool(theirs) and statics_here(app) not in theirs
+
+
 def _outdated(app: Celery, name: str, state: ScheduleStatus, *, is_unusable: bool) -> str:
     """Return that an entry is stored otherwise than ``beat_schedule`` gives it; empty if not, or if that is not known.
 
     It is not known if the code of this process is not that of the beats of its app.
     """
-    statics = Statics(app, schedule_client(app))
-    found = next(statics.outdated([name]), None)
-    theirs = {beat.get("statics", "") for beat, _ in state.beats if beat.get("app") == statics.owner}
-    if found is None or theirs != {statics_here(app)}:
+    found = next(Statics(app, schedule_client(app)).outdated([name]), None)
+    if found is None or _statics_of_beats(app, state) != {statics_here(app)}:
         return ""
     return why_outdated(Schedule(app), *found, is_unusable=is_unusable)[1]
 
@@ -192,6 +201,11 @@ def _why_missing(app: Celery, entries: Schedule, name: str, state: ScheduleStatu
         return told
     if name not in Statics(app, schedule_client(app)).given:
         return ""
+    if not state.problem() and _have_other_code(app, state):
+        return (
+            ". It is in the beat_schedule of this process, and that of the beats is another one: ask with the code "
+            "that they run, or start them again with this code (celery singlebeat doctor)"
+        )
     why = state.problem() or (
         "the log of beat says why it could not (event=not_added; event=trouble if the schedule's server refuses a "
         "command to beat's user)"
@@ -280,6 +294,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
             stored = read_end(app, record.task_id, timeout=Config.of(app).singlebeat_socket_timeout)
         except ResultBackendError as exc:
             results_away = f"the {result_place(app)} {exc}"
+    holder = _holder_of(entries, record) if record is not None else None
     has_expired = record is not None and record.end is not None and record.end.outcome == "expired"
     return Facts(
         name=name,
@@ -316,7 +331,8 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         without_singlebeat=sorted(name for name, found in workers.versions.items() if not found) if workers else (),
         silent=_silence(app, entry, records, workers) if entry is not None else "",
         wrong_clocks=[*_wrong_clocks(app, workers)] if workers is not None and has_expired else (),
-        holder_end=_end_of(entries, record) if record is not None else None,
+        holder_end=holder.end if holder is not None else None,
+        holder_vanished=holder is not None and _has_vanished(app, holder, state, workers),
         paused_by=_paused_by(entries, entry) if entry is not None and entry.policy.paused else "",
         other_apps=Statics(app, schedule_client(app)).foreign([name]).get(name, ()),
         outdated=_outdated(app, name, state, is_unusable=bool(unusable) or name in state.quarantine),
@@ -334,12 +350,19 @@ def _wrong_clocks(app: Celery, workers: Workers) -> Iterator[str]:
         yield f"the clock of worker {worker} is about {ahead:+.0f} s off that of the schedule's server"
 
 
-def _end_of(entries: Schedule, skipped: Record) -> End | None:
-    """Return how the run has ended that kept another run from being sent, None if it is not among the last ones."""
+def _holder_of(entries: Schedule, skipped: Record) -> Record | None:
+    """Return the run that kept another run from being sent, None if it is not among the last ones."""
     if skipped.decision != "skipped_overlap" or not skipped.holder_entry:
         return None
     records = entries.history(skipped.holder_entry, ENDS_READ)
-    return next((record.end for record in records if record.task_id == skipped.holder), None)
+    return next((record for record in records if record.task_id == skipped.holder), None)
+
+
+def _has_vanished(app: Celery, run: Record, state: ScheduleStatus, workers: Workers | None) -> bool:
+    """Return whether no worker has recorded the end of a run, though there has been time for that since it was sent."""
+    can_record = workers is None or not workers.versions or _record_ends(workers)
+    since = state.now - run.at.timestamp()
+    return can_record and run.end is None and not run.is_sent_otherwise and since > Config.of(app).singlebeat_lock_lease
 
 
 def pauses_recorded(entries: Schedule, name: str | None = None) -> Mapping[str, Sequence[Change]]:

@@ -26,7 +26,7 @@ from ..errors import SinglebeatError
 from ..locks import backend_of
 from ..locks.redis import RETIRED
 from ..log import without_passwords
-from ..server_errors import advice, is_denied
+from ..server_errors import advice, denied_command, is_denied
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -92,6 +92,9 @@ class Workers:
         except Exception as exc:  # transports raise any exception
             why = f"{without_passwords(str(exc)).rstrip('.')}{advice(exc)}"
             if is_denied(exc):
+                if not denied_command(str(exc)):  # of a script: Redis before 7.2 does not name it
+                    with suppress(Exception):  # of the broker, which ``why`` is about
+                        why = broker_refusal(app) or why
                 raise NoQuestionsError(f"refuses the questions to workers: {why}") from exc
             raise BrokerError(f"{what_it_does(exc)}: {why}") from exc
         if refused:

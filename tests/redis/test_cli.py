@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -40,7 +41,7 @@ from singlebeat.locks.memory import MemoryBackend
 from singlebeat.locks.redis import RedisBackend
 from singlebeat.run_results import flush_ends, record_end_of_message
 from tests.benchmarks import wire
-from tests.support import APP, RedisServer, free_port
+from tests.support import APP, RedisServer, free_port, wait_until
 from tests.system.apps import make_app
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_awaited")
@@ -392,6 +393,37 @@ def test_explain_says_how_the_run_that_was_in_the_way_has_ended(bench, cli):
 
     assert f"Task {sent['id']} does not hold the lock any more" in told
     assert re.search(r"It ended at \S+ \S+Z on w1@host, failure: OSError: disk full\.", told)
+
+
+@pytest.mark.parametrize("lease", [1.0, 30.0])
+def test_explain_says_that_the_worker_of_the_run_in_the_way_died(server, bench_on, cli, lease):
+    """Its lock is gone, and no end was recorded; within the lease its end may be on its way."""
+    bench = bench_on(server, singlebeat_lock_lease=lease)
+    for name in ("first", "second"):
+        bench.put(name, task="tests.system.apps.single", args=["same"])
+        bench.tick()
+    clear_locks(bench.app)
+    wait_until(lambda: time.time() > int(bench.redis.xrange("redbeat::history")[0][0].split("-")[0]) / 1000 + 1.1)
+
+    told = cli("explain", "second", app=bench.app).output
+
+    assert ("No worker has recorded its end: its worker has probably died" in told) == (lease == 1)
+
+
+def test_resume_says_that_the_only_time_of_an_entry_has_passed(cli, bench):
+    only = clocked(datetime.now(UTC) + timedelta(hours=1))
+    bench.put("only", every=only, paused=True, ago=None)
+    bench.put("hourly", paused=True)
+    past = datetime.now(UTC) - timedelta(hours=1)
+    text = bench.redis.hget("redbeat:only", "definition").replace(only.isoformat(), past.isoformat())
+    bench.redis.hset("redbeat:only", "definition", text)
+
+    explained, told = cli("explain", "only").output, cli("resume", "only").output
+
+    assert "To run it all the same: celery singlebeat trigger only" in explained
+    assert told.startswith("only: resumed, and never runs: its only time, ")
+    assert told.endswith(", has passed. To run it all the same: celery singlebeat trigger only\n")
+    assert cli("resume", "hourly").output == "hourly: resumed\n"
 
 
 def test_explain_finds_an_end_that_was_not_recorded_in_the_result_backend(cli, put, app, redis):

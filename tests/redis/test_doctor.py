@@ -16,7 +16,8 @@ from click import unstyle
 
 from singlebeat import Schedule, Singleton, clocked
 from singlebeat.beat.delivery import Busy, Reader
-from singlebeat.beat.keys import LEASE_KEYS, OWN_KEYS
+from singlebeat.beat.keys import LEASE_KEYS, OWN_KEYS, Keys
+from singlebeat.beat.leadership.lease import Lease
 from singlebeat.beat.lost_messages import living_workers
 from singlebeat.beat.metrics import BeatMetrics
 from singlebeat.beat.status import ScheduleStatus
@@ -525,6 +526,33 @@ def test_a_worker_that_answers_but_renews_nothing_is_named(findings, cli, bench,
     assert "probably died" not in known + unknown
 
 
+def test_entries_that_a_moved_app_has_left_are_to_be_deleted(findings, cli, bench):
+    """The app has a prefix of its own by now: its entries run there, and here once more."""
+    left = ("b1", "b 2")
+    for name in left:
+        bench.put(name)
+        bench.redis.hset("redbeat::owners", name, "bar")
+    about, of_bar = "redbeat_key_prefix redbeat:", {"app": "bar", "statics": ""}
+    bar = Lease(lambda: bench.redis, Keys.of(bench.app).lease, ttl=10, about=of_bar)
+    bar.acquire()
+    while_it_leads = str(findings(about)) + cli("explain", "b1").output
+    bar.release()
+    bench.tick()
+
+    ((_, text),) = findings(about)
+    explained = cli("explain", "b 2").output
+
+    measured(text)
+    unknown, moved = "and no beat of app bar is known here", "If app bar has a prefix of its own now, "
+    assert unknown not in while_it_leads
+    assert text.startswith(f"2 entries there are of app bar, not of {bench.app.main} (b 2, b1), {unknown}. ")
+    assert f"{moved}they run twice: delete each here: celery singlebeat delete 'b 2'. Else: the leader" in text
+    assert f"{unknown}. {moved}it runs twice: delete it here: celery singlebeat delete 'b 2'. Else" in explained
+    for name in left:
+        cli("delete", name)
+    assert findings(about) == []
+
+
 @pytest.mark.parametrize("check", ["warn", "ignore"])
 def test_no_advice_about_the_queue_of_another_app_loses_messages(findings, cli, server, bench_on, monkeypatch, check):
     """A worker of this app drops the messages of another app, and a purge deletes them."""
@@ -581,6 +609,18 @@ def test_a_lost_message_of_a_deleted_entry_is_no_longer_awaited(findings, cli, s
     )
     cli("unlock", "--stale", app=bench.app)
     assert findings("locks", app=bench.app) == []
+
+
+def test_messages_wait_without_a_worker_only_where_there_are_any(findings, bench, monkeypatch):
+    monkeypatch.setattr(Workers, "ask", lambda _: Workers({}, {}, {}, {}, {}, (0.0, 0.0)))
+    bench.put()
+    bench.tick()
+    with_message = findings("workers")
+    bench.redis.delete("celery")
+    without = findings("workers")
+
+    assert ("problem", "no worker answers: messages wait in their queues") in with_message
+    assert ("problem", "no worker answers: no run starts") in without
 
 
 def test_a_refused_history_is_named_by_all_that_read_it(findings, cli, bench, server, bench_on):

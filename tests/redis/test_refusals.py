@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -36,7 +37,7 @@ from singlebeat.run_results import flush_ends, record_end_of_message
 from singlebeat.server_errors import with_advice
 from singlebeat.signals import leadership_gained, leadership_lost
 from tests.redis.bench import Bench
-from tests.support import APP, RedisServer, connected, page, wait_until, without
+from tests.support import APP, RedisServer, connected, free_port, measured, page, wait_until, without
 from tests.system.apps import make_app
 from tests.system.given import Seconds
 
@@ -512,6 +513,44 @@ def test_doctor_names_a_refusing_broker_and_the_leader(findings, server, own_ser
     assert "no beat" not in "".join(beats)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_doctor_knows_that_beat_may_reach_a_broker_that_it_does_not(findings, server, redis, bench_on, is_late):
+    """As where the name of the broker is gone: connections that are open stay."""
+    bench = bench_on(server)
+    bench.tick()
+    if is_late:
+        bench.put()
+        redis.zadd("redbeat::schedule", {"redbeat:e": time.time() - 100})
+    astray = bench.new_app(broker_url=f"redis://127.0.0.1:{free_port()}/0")
+
+    ((level, text),) = findings("broker", app=astray)
+
+    measured(text)
+    assert level == "problem"
+    assert text.endswith("; messages cannot be sent") == is_late
+    this = "; this process cannot send messages. Beat may still do so, as long as its present connection lasts"
+    assert text.endswith(this) != is_late
+
+
+def test_doctor_names_a_command_that_an_old_broker_refuses_to_scripts(findings, server, redis, bench_on, monkeypatch):
+    """Redis before 7.2 does not name the command of a script."""
+    redis.acl_setuser(
+        "narrow", enabled=True, passwords=["+pw"], keys=["*"], channels=["*"], commands=["+@all", "-zadd"]
+    )
+    bench = bench_on(server, broker_url=server.celery_url.replace("://", "://narrow:pw@", 1))
+
+    def refused(*_: object) -> Callable[[str], None]:
+        raise ResponseError("The user executing the script can't run this command or subcommand script: ef7a, on @user")
+
+    monkeypatch.setattr("singlebeat.diagnosis.workers._asking", refused)
+    try:
+        ((_, text),) = findings("broker", app=bench.app)
+    finally:
+        redis.acl_deluser("narrow")
+
+    assert text.startswith("it refuses the questions to workers: the ACL of its user lacks ZADD: grant +zadd")
+
+
 @pytest.mark.parametrize("asks", [True, False], ids=["may ask workers", "may not"])
 def test_tools_name_the_queue_that_the_broker_refuses(findings, cli, server, redis, bench_on, asks):
     """Messages to other queues are sent meanwhile."""
@@ -947,6 +986,22 @@ def test_doctor_warns_of_code_that_differs_under_the_same_names(findings, bench,
 
     assert [level for level, _ in found] == (["warning"] if told else [])
     assert all(told.format(bench.app.main) in text for _, text in found)
+
+
+def test_explain_of_an_old_checkout_says_that_the_beats_have_another(cli, bench):
+    """The beats would not store the entry: their log says nothing about it."""
+    bench.scheduler(beat_schedule=EVERY_5).tick()
+    old = bench.new_app(beat_schedule={**EVERY_5, "goner": EVERY_5["e"]})
+    bench.schedule.delete("goner")
+
+    told = cli("explain", "goner", app=old, code=1).output
+    same = bench.new_app(beat_schedule=EVERY_5)
+    bench.redis.delete("redbeat:e", "redbeat::history", "redbeat::changes")
+    told_of_ours = cli("explain", "e", app=same, code=1).output
+
+    assert "It is in the beat_schedule of this process, and that of the beats is another one" in told
+    assert "not_added" not in told
+    assert "event=not_added" in told_of_ours
 
 
 def test_status_and_list_name_the_refusal_while_entries_wait(cli, own_server, bench_on):

@@ -200,6 +200,32 @@ def test_an_imported_entry_does_not_run_on_start_again(cli, app, redis):
     assert redis.zscore("redbeat::schedule", "redbeat:e") > datetime.now(UTC).timestamp() + 3000
 
 
+@pytest.mark.parametrize("from_now", [False, True])
+def test_an_import_after_a_loss_names_or_leaves_what_has_passed(cli, bench, redis, from_now):
+    """The file knows the past as of the export: the entries may have run since then."""
+    bench.put("bill")
+    bench.put("too late", misfire_grace_time=60)
+    bench.put("paused", paused=True)
+    bench.put("later", ago=timedelta())
+    dump, option = cli("export").stdout, ["--from-now"] * from_now
+    redis.flushall()
+
+    tried = cli("import", "-", "--dry-run", *option, stdin=dump)
+    done = cli("import", "-", *option, stdin=dump)
+    names = json.loads(cli("import", "-", "--json", "--dry-run", *option, stdin=dump).stdout)["catch_up"]
+    bench.tick()
+
+    said = (
+        "1 of them runs at once, for times that have passed since the export: bill. They may have run then: --from-now"
+    )
+    assert (said in tried.stderr, said in done.stderr) == (not from_now, not from_now)
+    assert names == [], "it has its past by now"
+    assert bench.names == ([] if from_now else ["bill"])
+    assert bench.meta("bill").total_run_count == (7 if from_now else 8)
+    if from_now:
+        assert {bench.score(name) > datetime.now(UTC).timestamp() for name in ("bill", "too late", "later")} == {True}
+
+
 def test_every_unstorable_row_is_named_and_the_others_are_stored(cli, app, redis):
     good = {"definition": {"task": TASK, "schedule": 60}}
     redis.set("redbeat:a string", "x")

@@ -10,9 +10,11 @@ from celery.schedules import schedule
 from singlebeat import Entry, Schedule
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.beat.leadership.lease import Term
+from singlebeat.beat.silence import LEAST_FAILED, silence
 from singlebeat.beat.store.claims import HISTORY_BYTES, Store
 from singlebeat.beat.store.history import History
 from singlebeat.locks.base import RUN_HEADER
+from singlebeat.log import LONGEST_REASON
 from singlebeat.run_results import flush_ends, record_end_of_message
 from tests.support import APP, wait_until
 from tests.system.apps import make_app
@@ -45,6 +47,23 @@ def test_a_rare_entry_keeps_its_records_beside_a_busy_one(server, redis):
         assert {r.entry for r in Schedule(app).history(count=100)} == {"busy"}
         assert len(redis.hget("redbeat:busy", "history")) <= HISTORY_BYTES
         assert redis.xlen("redbeat::history") <= 200
+
+
+def test_an_entry_keeps_enough_failures_to_be_silent_however_long(app, redis):
+    """A message that RabbitMQ cannot route fails with a long reason; "ü" and quotes are longer in JSON."""
+    put(app, "e")
+    store = Store(app, redis)
+    for at in range(6):
+        occurrence = Occurrence.of("redbeat:", "e", NOON + timedelta(seconds=at))
+        failed = Decision("e", "t", occurrence, DecisionType.PUBLISH_FAILED, 'ü"\x1b' * LONGEST_REASON)
+        store.record([failed], OFF)
+        store.record([failed], OFF)  # repeated: its reply was lost
+    ((_, own),) = History(app).own(["e"])
+
+    assert [each.nominal for each in own.decisions] == [NOON + timedelta(seconds=s) for s in (5, 4, 3)]
+    assert len(own.decisions) == LEAST_FAILED + 1
+    assert silence(Schedule(app).get("e"), own).startswith('its last 3 runs could not be sent: ü"')
+    assert len(Schedule(app).history("e", 50)) == len(History(app).of_many(["e"], 50)["e"]) == 6
 
 
 def test_records_are_joined_from_both_places_and_none_is_there_twice(app, redis):

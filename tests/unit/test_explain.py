@@ -88,6 +88,31 @@ def test_the_end_of_the_run_that_was_in_the_way_is_told():
     assert "It ended at 2026-12-01 12:00:00Z after 1.0 s on w1, worker_lost: signal 9." in text
 
 
+def test_a_holder_without_an_end_has_probably_lost_its_worker():
+    skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
+
+    vanished, unknown = said(skip, holder_vanished=True), said(skip)
+
+    died = "need not wait for it. No worker has recorded its end: its worker has probably died while it ran."
+    assert died in vanished
+    assert "recorded its end" not in unknown
+
+
+def test_a_paused_entry_whose_only_time_has_passed_does_not_go_on():
+    only = Entry("e", "t", clocked(NOON), app=app, paused=True, last_run_at=None)
+    disabled = Entry("e", "t", clocked(NOON), app=app, enabled=False, last_run_at=None)
+    hourly = Entry("e", "t", schedule(3600), app=app, paused=True, last_run_at=NOON)
+
+    over = "None of its times is to come, because its only time, 2026-12-01 12:00:00Z, has passed"
+    trigger = "To run it all the same: celery singlebeat trigger e"
+    for entry in (only, disabled):
+        text = said(entry=entry)
+        assert over in text
+        assert trigger in text
+        assert "To go on" not in text
+    assert "To go on: celery singlebeat resume e" in said(entry=hourly)
+
+
 def test_a_run_elsewhere_is_not_said_to_have_ended_when_beat_noticed_it():
     """No worker has recorded that end: the time is that of the record, and no worker is known."""
     end = End("ran_elsewhere", "it ended with SUCCESS", "", None, "", NOON)

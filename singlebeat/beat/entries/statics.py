@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -119,10 +119,13 @@ class Statics:
             self._park(gone[at : at + BATCH], owners)
         self._own([name for name in stored if name not in known or self.owner not in owners.get(name, ())], owners)
 
-    def of_others(self) -> Mapping[str, int]:
-        """Return by app the number of entries that other apps have installed and this app does not have."""
-        owners = self._owners().values()
-        return Counter(app for apps in owners if self.owner not in apps for app in apps)
+    def of_others(self) -> Mapping[str, Sequence[str]]:
+        """Return by app the names of entries that other apps have installed and this app does not have."""
+        found = defaultdict[str, list[str]](list)
+        for name, apps in sorted(self._owners().items()):
+            for app in apps if self.owner not in apps else ():
+                found[app].append(name)
+        return found
 
     def foreign(self, names: Collection[str]) -> Mapping[str, Sequence[str]]:
         """Return the apps that have installed an entry, by its name; entries that this app has, too, are left out.

@@ -57,7 +57,7 @@ __all__ = (
 
 log = Log("celery.beat")
 
-#: Bytes that an entry keeps of its own history: about four records.
+#: Bytes that an entry keeps of its own history: about four records. It keeps the last three however long they are.
 HISTORY_BYTES = 600
 
 #: Where beats share the work: times ``BATCH``, so many rows of due entries a beat reads at once to find its own.

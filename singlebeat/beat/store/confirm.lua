@@ -8,7 +8,8 @@
 -- KEYS[3...]  entries     hashes: definition, meta, pending; sent: nominal time of the last run that was sent (s);
 --                         history: their last records, a JSON array per line
 -- ARGV[1]     limit       records to keep in the stream; 0: keep none
--- ARGV[2]     bytes       to keep of the history of each entry: a busy entry must not evict the records of a rare one
+-- ARGV[2]     bytes       to keep of the history of each entry, and its last three records in any case, however long their
+--                         reasons are: a busy entry must not evict the records of a rare one
 -- ARGV[3]     decisions   JSON, one array for each entry:
 --             member      of the entry in pending: its key
 --             occurrence  JSON of the occurrence, as it was claimed; empty: no occurrence was claimed
@@ -62,7 +63,9 @@ local function confirm(entry, member, occurrence, meta, r, sent)
       id = string.format("%.0f-0", time[1] * 1000 + math.floor(time[2] / 1000))
     end
     changes[#changes + 1] = "history"
-    changes[#changes + 1] = string.sub('["' .. id .. '",' .. string.sub(line, 2) .. (stored[2] or ""), 1, bytes)
+    local lines = '["' .. id .. '",' .. string.sub(line, 2) .. (stored[2] or "")
+    local _, least = string.find(lines, "^[^\n]*\n[^\n]*\n[^\n]*\n")
+    changes[#changes + 1] = string.sub(lines, 1, math.max(bytes, least or #lines))
   end
   if #changes > 0 and is_hash then
     redis.call("HSET", entry, unpack(changes))

@@ -13,7 +13,7 @@ from ...beat.entries.statics import Statics
 from ...beat.keys import Keys
 from ...beat.schedule import Schedule
 from ...beat.server_time import UNFIT_FROM
-from ...beat.status import APART, MAX_LAG, NO_BEAT, REDBEAT_LEADS, SEE_LOG, ScheduleStatus, counted
+from ...beat.status import APART, MAX_LAG, NO_BEAT, REDBEAT_LEADS, SEE_LOG, ScheduleStatus, counted, to_delete
 from ...beat.store.probe import STANDBY, refuses_writes, schedule_refusal
 from ...config import Config
 from ...connections import schedule_client
@@ -139,10 +139,13 @@ def _apps(app: Celery, schedule: Read) -> Iterator[Finding]:
     about, check = f"redbeat_key_prefix {Config.of(app).redbeat_key_prefix}", Config.of(app).singlebeat_other_app_check
     statics = Statics(app, schedule_client(app))
     if check != "ignore":
-        for other, count in statics.of_others().items():
-            number = counted(count, "entry there is", "entries there are")
-            text = f"{number} of app {other}, not of {statics.owner}: the leader sends all"
-            yield Finding("problem", about, f"{text} of them to the queues of its own app; {APART}")
+        for other, names in statics.of_others().items():
+            number = counted(len(names), "entry there is", "entries there are")
+            text = f"{number} of app {other}, not of {statics.owner} ({listed(names)})"
+            if not state.has_beat_of(other):
+                text += f", and no beat of app {other} is known here. {to_delete(other, names)}. Else"
+            sent = "the leader sends all of them to the queues of its own app"
+            yield Finding("problem", about, f"{text}: {sent}; {APART}")
         for beat, role in state.beats:
             if beat.get("app", statics.owner) not in {statics.owner, ""}:
                 text = f"the beat {beat['host']}, pid {beat['pid']}, which {role}, is of app {beat['app']}"

@@ -22,7 +22,7 @@ from ...locks.modes import LockMode, is_singleton, overlap_for
 from ...overlap import Overlap
 from ..locks import every
 from ..workers import NoQuestionsError, Workers, ahead_of_server, silent_workers, unheard
-from .finding import Finding, Read, of_locks
+from .finding import MOST_NAMED, Finding, Read, of_locks
 
 if TYPE_CHECKING:
     from celery import Celery, Task
@@ -56,11 +56,7 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("warning", "workers", text)
     workers = schedule.workers
     if workers is None:
-        effect = "messages cannot be sent"
-        if isinstance(schedule.broker_error, NoQuestionsError):
-            effect = "so doctor knows nothing about the workers. It needs the keys *.pidbox*, _kombu* and unacked*"
-        text = f"it {str(schedule.broker_error).rstrip('.')}; {effect}"
-        yield Finding("problem", f"broker {broker_place(app)}", text)
+        yield _unreachable(app, schedule)
         return
     if not workers.known_tasks:
         yield _none_answers(app, schedule)
@@ -85,6 +81,17 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
             if apps := schedule.foreign.get(entry.name):
                 text += f". It is an entry of app {listed(apps)}: leave it to that app"
             yield Finding("problem", f"entry {entry.name}", text)
+
+
+def _unreachable(app: Celery, schedule: Read) -> Finding:
+    """Return the finding about a broker that this process could not ask."""
+    effect = "messages cannot be sent"
+    if isinstance(schedule.broker_error, NoQuestionsError):
+        effect = "so doctor knows nothing about the workers. It needs the keys *.pidbox*, _kombu* and unacked*"
+    elif _may_send(schedule):
+        effect = "this process cannot send messages. Beat may still do so, as long as its present connection lasts"
+    text = f"it {str(schedule.broker_error).rstrip('.')}; {effect}"
+    return Finding("problem", f"broker {broker_place(app)}", text)
 
 
 def _queues(app: Celery, schedule: Read, workers: Workers) -> Iterator[Finding]:
@@ -141,7 +148,24 @@ def _none_answers(app: Celery, schedule: Read) -> Finding:
                 "another worker, messages wait in their queues"
             )
             return Finding("warning", "workers", text)
-    return Finding("problem", "workers", "no worker answers: messages wait in their queues")
+    waits = "messages wait in their queues" if _has_messages(app, schedule) else "no run starts"
+    return Finding("problem", "workers", f"no worker answers: {waits}")
+
+
+def _has_messages(app: Celery, schedule: Read) -> bool:
+    """Return whether messages are known to wait in the queue of calls, or in one of the first few of entries."""
+    queues = {app.conf.task_default_queue}
+    with suppress(RedisError):  # an earlier part has reported it
+        queues |= {queue for entry in schedule.usable if (queue := queue_of(app, entry))}
+    return any(schedule.backlog.count(queue) for queue in islice(sorted(queues), MOST_NAMED))
+
+
+def _may_send(schedule: Read) -> bool:
+    """Return whether a beat works, and is not known to fail: it may reach a broker that this process does not."""
+    with suppress(RedisError):  # an earlier part has reported it
+        state = schedule.state
+        return state.works and not (schedule.refused or state.overdue or state.pending)
+    return False
 
 
 def _clocks(app: Celery, workers: Workers) -> Iterator[Finding]:
