@@ -500,9 +500,11 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
     elif facts.locks_away:
         yield f"Whether task {task_id} holds a lock is not known: {facts.locks_away}."
     elif lock is None:
-        end = facts.holder_end
-        how = " No worker has recorded its end: its worker has probably died while it ran." * facts.holder_vanished
-        how = how if end is None else f" {_ended(end, f' at {_moment(end.at)}')}"
+        end, how = facts.holder_end, ""
+        if end is not None:
+            how = f" {_ended(end, f' at {_moment(end.at)}')}"
+        elif facts.holder_vanished:
+            how = " No worker has recorded its end: its worker has probably died, or lacks its broker."
         yield f"Task {task_id} does not hold the lock any more, so the next run need not wait for it.{how}"
     elif lock.state == "queued":
         yield from _queued(facts, task_id)

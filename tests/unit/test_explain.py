@@ -93,7 +93,7 @@ def test_a_holder_without_an_end_has_probably_lost_its_worker():
 
     vanished, unknown = said(skip, holder_vanished=True), said(skip)
 
-    died = "need not wait for it. No worker has recorded its end: its worker has probably died while it ran."
+    died = "need not wait for it. No worker has recorded its end: its worker has probably died, or lacks its broker."
     assert died in vanished
     assert "recorded its end" not in unknown
 
