@@ -1013,7 +1013,7 @@ def test_a_worker_has_died_and_its_lock_waits_for_the_end_of_its_lease(celery, b
             "^No worker answers.",
             never="--force",
         ),
-        tools.say("doctor", "^problem  workers: no worker answers: messages wait in their queues", code=1),
+        tools.say("doctor", "^problem  workers: no worker answers: no run starts", code=1),
     )
     assert tools.ask("unlock", run.id).endswith("exit code 0")
     wait_until(
