@@ -592,7 +592,7 @@ class Schedule:
         past = _past(changes, at) if not stored[0] else {}
         entry = Entry.from_fields(key, definition, past.get("meta"), policy, past.get("since"), app=self.app)
         if not stored[0]:  # the times that have passed are not made up for
-            entry = entry.with_past(replace(entry.meta, since=self._now()))
+            entry = entry.letting_pass(self._now())
         entry.version = stored[0] or "", stored[2] or ""
         saved = self._save(entry, action="revert", note=f"to {'after' if is_after else 'before'} {to}")
         unsent, backfill = past.get("pending"), past.get("backfill", "")

@@ -126,7 +126,7 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], from_now: bool, dry_run
             batch = named[at : at + BATCH]
             read = _read(app, batch, problems, seen, now)
             if from_now:
-                read = {name: entry.with_past(replace(entry.meta, since=now)) for name, entry in read.items()}
+                read = {name: entry.letting_pass(now) for name, entry in read.items()}
             late = [name for name, entry in read.items() if _runs_at_once(app, entry, now)]
             late = [*Statics(app, client).missing(late)]  # others keep their past
             failed = _store(app, read, dry_run, now)

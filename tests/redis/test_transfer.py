@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,8 @@ def test_an_import_after_a_loss_names_or_leaves_what_has_passed(cli, bench, redi
     bench.put("too late", misfire_grace_time=60)
     bench.put("paused", paused=True)
     bench.put("later", ago=timedelta())
+    bench.put("soon", ago=timedelta(minutes=55))
+    began = time.time()
     dump, option = cli("export").stdout, ["--from-now"] * from_now
     redis.flushall()
 
@@ -224,6 +227,8 @@ def test_an_import_after_a_loss_names_or_leaves_what_has_passed(cli, bench, redi
     assert bench.meta("bill").total_run_count == (7 if from_now else 8)
     if from_now:
         assert {bench.score(name) > datetime.now(UTC).timestamp() for name in ("bill", "too late", "later")} == {True}
+        minutes = {name: round((bench.score(name) - began) / 60) for name in ("bill", "soon")}
+        assert minutes == {"bill": 30, "soon": 5}, "an interval keeps its pace"
 
 
 def test_every_unstorable_row_is_named_and_the_others_are_stored(cli, app, redis):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Unpack
@@ -157,6 +158,13 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         for name in ("args", "kwargs", "options"):
             setattr(entry, name, copy.deepcopy(getattr(self, name), memo))
         return entry
+
+    def letting_pass(self, now: datetime) -> Entry:
+        """Return a copy that does not make up for the times that have passed."""
+        since = now
+        with suppress(Exception):  # a user's own schedule may raise anything
+            since = self.timetable.without_passed(self.meta.counts_from, now)
+        return self.with_past(replace(self.meta, since=since))
 
     def with_past(self, meta: Meta) -> Entry:
         """Return a copy with the given past."""

@@ -7,6 +7,7 @@ import json
 import shlex
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from ...clients import RedisClient
-    from .fields import Fence
+    from .fields import Fence, StoredFields
 
 __all__ = ("OPERATORS", "Statics", "are_same_but_paused", "is_from_code", "owner_of", "signature_of")
 
@@ -280,18 +281,37 @@ class Statics:
         lock, token = self._fence() or (self.keys.schedule, "")
         return replies_of(what(self.client, [lock, *keys], [token, *args]))
 
+    def _since(self, name: str, fields: StoredFields, now: datetime) -> str:
+        """Return the field ``since`` of an entry that comes back, whose times that have passed are not made up for.
+
+        It is empty if the entry has no past, or none that can be read.
+        """
+        definition, meta, policy, since = fields[:4]
+        if not meta:
+            return ""
+        key = self.keys.prefix + name
+        with suppress(EntryError):
+            return (
+                Entry.from_fields(key, definition, meta, policy, since, app=self.app)
+                .letting_pass(now)
+                .meta.encode_since()
+            )
+        with suppress(EntryError):
+            return replace(Meta.decode(meta, since), since=now).encode_since()
+        return ""
+
     def _unpark(self, names: Sequence[str], now: datetime) -> Sequence[str]:
         """Put parked entries back, and return their names; entries that are stored again get their unsent runs."""
         parked = [self.keys.parked(name) for name in names]
         if not parked or not self.client.exists(*parked):  # the usual case, and far cheaper than to read them
             return ()
         read = zip(names, read_fields(self.client, parked), strict=True)
-        found = [(name, fields[1], fields[3]) for name, fields in read if not isinstance(fields, str) and any(fields)]
+        found = [(name, fields) for name, fields in read if not isinstance(fields, str) and any(fields)]
         if not found:
             return ()
         touched = [self.keys.changes, self.keys.pending]
         touched += [key for name, *_ in found for key in (self.keys.prefix + name, self.keys.parked(name))]
-        rows = packed((name, _since(meta, since, now)) for name, meta, since in found)
+        rows = packed((name, self._since(name, fields, now)) for name, fields in found)
         replies = self._call(UNPARK, touched, self.owner, *self._author, rows)
         back = [name for (name, *_), is_back in zip(found, replies, strict=True) if is_back]
         for name in back:
@@ -327,11 +347,3 @@ def are_same_but_paused(stored: tuple[str, str], before: tuple[str, str]) -> boo
 def _without_state(fields: Mapping[str, object]) -> Mapping[str, object]:
     """Return a definition without what an operator sets, and without empty arguments."""
     return {name: value for name, value in fields.items() if name != "enabled" and value not in (None, [], {})}
-
-
-def _since(meta: str | None, since: str | None, now: datetime) -> str:
-    """Return the field ``since`` of an entry that counts from ``now``, empty if its past cannot be read."""
-    try:
-        return replace(Meta.decode(meta, since), since=now).encode_since() if meta else ""
-    except EntryError:
-        return ""

@@ -169,6 +169,20 @@ class Timetable:
             return latest_occurrence(self._next_after, first, until) or first
         return latest_occurrence(self._next_after, after, until)
 
+    def without_passed(self, counts_from: datetime | None, now: datetime) -> datetime:
+        """Return the moment from which an entry counts whose times that have passed are not made up for.
+
+        It is the last of these times, so that an interval keeps its pace. An entry that has never run counts from now.
+
+        Args:
+            counts_from: the moment from which the entry counts if they are made up for; None: it has never run.
+        """
+        since = self.since(counts_from)
+        passed = None if since is None else self.latest(since, now)
+        if since is not None and passed is not None and self.due(passed) > now:  # jitter delays it: it is yet to come
+            passed = self.latest(since, passed - timedelta(microseconds=1))
+        return passed or counts_from or now
+
     def bounded(self, nominal: datetime) -> datetime | None:
         """Return a time that does not come from the schedule as a nominal time within the bounds of the policy.
 
