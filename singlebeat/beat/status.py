@@ -53,8 +53,8 @@ QUEUES_APART = "give each app queues of its own (task_default_queue)"
 APART = (
     "give each app a prefix of its own (redbeat_key_prefix; and singleton_key_prefix, if they share the server of the "
     f"locks). If they share the broker, also {QUEUES_APART}: a worker drops the messages of tasks that it does not "
-    "know. When the beats of an app have started with its new prefix, delete its entries under the old one: until "
-    "then they run twice (celery singlebeat delete NAME)"
+    "know. Let no entry run twice: end the beats of the app that moves, delete its entries under the old prefix "
+    "(celery singlebeat delete NAME), and then start its beats with the new one"
 )
 
 #: Seconds after its time from which an entry is overdue: the leader polls every second.

@@ -193,6 +193,8 @@ def _outdated(app: Celery, name: str, state: ScheduleStatus, *, is_unusable: boo
 
 def _why_missing(app: Celery, entries: Schedule, name: str, state: ScheduleStatus) -> str:
     """Return what to add to the error that there is no entry: the trouble that may have kept it away or removed it."""
+    if _foreign(entries, name):  # it is said, and no revert would succeed
+        return ""
     if gone := why_gone(entries, name):
         return gone
     if not state.works and (refused := refusal(app, state)):

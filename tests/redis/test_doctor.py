@@ -176,9 +176,9 @@ def test_entries_that_never_run_again_are_named_with_the_reason(findings, cli, b
     ((level, text),) = findings("entry too late")
     assert level == "warning"
     assert text.startswith(
-        f"it has never run, and never will: its only time, {now - HOUR:%Y-%m-%d %H:%M:%SZ}, has passed. "
+        f"no run of it is recorded, and none will be: its only time, {now - HOUR:%Y-%m-%d %H:%M:%SZ}, has passed. "
     )
-    (run,) = re.findall(r"To run it now: celery singlebeat (.*?)\. Or ", text)
+    (run,) = re.findall(r"If it has not run: celery singlebeat (.*?)\. Or ", text)
     assert "edit" not in text, "no option of that command sets such a time"
     cli(*shlex.split(run))
     bench.tick()

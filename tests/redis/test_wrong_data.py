@@ -556,3 +556,4 @@ def test_explain_says_of_a_deleted_entry_which_key_is_still_there(bench, redis, 
     assert "there is no entry 'wt'" in told
     assert f"The key redbeat:wt is still there, for it is a {kind} of another program" in told
     assert "If no program needs that key: DEL redbeat:wt" in told
+    assert "revert" not in told, "it would fail while that key is there"

@@ -131,9 +131,11 @@ def _over(app: Celery, schedule: Read) -> Iterator[Finding]:
     for name, why in islice(never.items(), MOST_NAMED):
         advice = f"Correct its times (celery singlebeat edit {shlex.quote(name)}), or delete it"
         if name in once:  # that command sets no such time
-            advice = f"To run it now: celery singlebeat trigger {shlex.quote(name)}. Or delete it, or give it a later "
+            advice = (
+                f"If it has not run: celery singlebeat trigger {shlex.quote(name)}. Or delete it, or give it a later "
+            )
             advice += "time, on the page or by Schedule.upsert"
-        yield Finding("warning", f"entry {name}", f"it has never run, and never will: {why}. {advice}")
+        yield Finding("warning", f"entry {name}", f"no run of it is recorded, and none will be: {why}. {advice}")
     if len(never) > MOST_NAMED:
         yield Finding("warning", "entries", f"more than these {MOST_NAMED} never run (celery singlebeat list)")
     if done:
