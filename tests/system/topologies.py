@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import select
+import selectors
 import socket
 import ssl
 import threading
@@ -265,8 +265,14 @@ def _relay(accepted: socket.socket, context: ssl.SSLContext, path: Path) -> None
 
 
 def _pump(front: ssl.SSLSocket, behind: socket.socket) -> None:
-    while True:
-        select.select([front, behind], [], [])
+    with selectors.DefaultSelector() as ways:  # select() takes no file number above 1023
+        for way in (front, behind):
+            ways.register(way, selectors.EVENT_READ)
+        _relay_both(ways, front, behind)
+
+
+def _relay_both(ways: selectors.BaseSelector, front: ssl.SSLSocket, behind: socket.socket) -> None:
+    while ways.select():
         for source, target in ((front, behind), (behind, front)):
             try:
                 while data := source.recv(65536):
