@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import kombu.messaging
+import kombu.pools
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import before_task_publish
@@ -58,6 +59,13 @@ def sent(redis: Redis) -> list[str]:
 
 def locked(redis: Redis) -> set[str]:
     return {redis.hget(key, "id") for key in redis.scan_iter("SINGLETONLOCK_*", _type="HASH")}
+
+
+@pytest.fixture(autouse=True)
+def pools():
+    """Forget kombu's pools, which count a connection as lent for ever if a call ended before it gave it back."""
+    yield
+    kombu.pools.reset()
 
 
 @pytest.fixture(params=["one write", "two writes", "a lock of the caller's choice"])
