@@ -20,7 +20,7 @@ from .delivery import PREFETCH, listed
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
 from .silence import NOT_RECORDED, expiry_of
-from .status import APART, NO_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, SEE_LOG, to_delete
+from .status import APART, NAMESAKE, NO_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, SEE_LOG, to_delete
 from .store.probe import refuses_writes
 
 if TYPE_CHECKING:
@@ -145,6 +145,7 @@ class Facts:
     holder_vanished: bool = False  #: no worker has recorded that end, and the run was sent longer ago than a lease
     paused_by: str = ""  #: who has paused it, and when, as far as that is recorded
     other_apps: Sequence[str] = ()  #: the apps that have installed it, if this app has not; none if no app has
+    has_namesake: bool = False  #: whether the ``beat_schedule`` of this app has an entry of that name, too
     outdated: str = ""  #: that it is stored otherwise than ``beat_schedule`` gives it; empty if not, or if unknown
 
 
@@ -213,6 +214,8 @@ def _owned_elsewhere(facts: Facts) -> str:
     if not any(map(facts.state.has_beat_of, facts.other_apps)):
         whose += f", and no beat of app {app} is known here. {to_delete(app, [facts.name])}"
         leave = "Else leave"
+    if facts.has_namesake:
+        whose += f". {_sentence(NAMESAKE)}"
     return f"{whose}. {leave} it and its queue to that app: workers of this app drop its messages. {_sentence(APART)}."
 
 

@@ -336,7 +336,7 @@ def may_yet_start(lock: Waiting, config: Config) -> str:
     if lock.renewed is not None and lock.renewed < max(config.singlebeat_lock_lease, ASKED_AGAIN):
         if not lock.worker:
             return f"its message asked for the lock {lock.renewed:.0f} s ago, and asks again"
-        return f"worker {lock.worker} has its message, and renewed the lock {lock.renewed:.0f} s ago"
+        return f"worker {lock.worker} had its message {lock.renewed:.0f} s ago, when it renewed the lock"
     if lock.is_ahead:
         if delay or left > config.singlebeat_queued_ttl + AHEAD_FROM:
             return "its countdown or eta may not be over"
@@ -431,7 +431,7 @@ def _who_may_have(lock: Waiting, known: Mapping[str, Any], silent: Sequence[str]
     if has := next((worker for worker, reply in known.items() if lock.ref.task_id in (reply or {})), ""):
         return _Stays(f"worker {has} has its message")
     if not known:
-        return _Stays("no worker answers, and one may have its message")
+        return _Stays("no worker answers, and one may have its message", in_doubt=not silent)
     if silent:
         return _Stays(f"worker {silent[0]}, which may have its message, does not answer")
     return None

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = (
     "APART",
     "MAX_LAG",
+    "NAMESAKE",
     "NO_BEAT",
     "QUARANTINED_LATER",
     "QUEUES_APART",
@@ -55,6 +56,12 @@ APART = (
     f"locks). If they share the broker, also {QUEUES_APART}: a worker drops the messages of tasks that it does not "
     "know. Let no entry run twice: end the beats of the app that moves, delete its entries under the old prefix "
     "(celery singlebeat delete NAME), and then start its beats with the new one"
+)
+
+#: What it means that two apps have entries of one name.
+NAMESAKE = (
+    "the beat_schedule of this app has an entry of that name, too, which does not run, because only the one of the "
+    "other app is stored: rename one of them"
 )
 
 #: Seconds after its time from which an entry is overdue: the leader polls every second.

@@ -296,7 +296,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
             stored = read_end(app, record.task_id, timeout=Config.of(app).singlebeat_socket_timeout)
         except ResultBackendError as exc:
             results_away = f"the {result_place(app)} {exc}"
-    holder = _holder_of(entries, record) if record is not None else None
+    holder, statics = _holder_of(entries, record) if record is not None else None, Statics(app, schedule_client(app))
     has_expired = record is not None and record.end is not None and record.end.outcome == "expired"
     return Facts(
         name=name,
@@ -336,7 +336,8 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         holder_end=holder.end if holder is not None else None,
         holder_vanished=holder is not None and _has_vanished(app, holder, state, workers),
         paused_by=_paused_by(entries, entry) if entry is not None and entry.policy.paused else "",
-        other_apps=Statics(app, schedule_client(app)).foreign([name]).get(name, ()),
+        other_apps=statics.foreign([name]).get(name, ()),
+        has_namesake=name in statics.given,
         outdated=_outdated(app, name, state, is_unusable=bool(unusable) or name in state.quarantine),
     )
 

@@ -553,6 +553,42 @@ def test_entries_that_a_moved_app_has_left_are_to_be_deleted(findings, cli, benc
     assert findings(about) == []
 
 
+def test_a_name_that_two_apps_have_is_said_to_be_of_both(findings, cli, bench):
+    """The entry of this app is refused, and does not run; that of the other app runs under its name."""
+    for name in ("both", "theirs"):
+        bench.put(name)
+        bench.redis.hset("redbeat::owners", name, "bar")
+    bench.app.conf.beat_schedule = {"both": {"task": SINGLE, "schedule": 60}}
+
+    explained = {name: cli("explain", name, app=bench.app).output for name in ("both", "theirs")}
+
+    taken = "the beat_schedule of this app has an entry of that name, too, which does not run"
+    assert findings("entry theirs", app=bench.app) == []
+    ((level, text),) = findings("entry both", app=bench.app)
+    assert (level, taken in text, text.startswith("it is of app bar, and ")) == ("problem", True, True)
+    assert taken in explained["both"].replace("The beat_schedule", "the beat_schedule")
+    assert "rename one of them" in explained["both"]
+    assert "of that name, too" not in explained["theirs"]
+
+
+def test_a_lock_without_a_message_is_doubted_while_no_worker_answers(findings, server, bench_on):
+    """It is not freed: a worker without singlebeat that is too busy to answer may have the message."""
+    bench = bench_on(server)
+    call = bench.app.tasks[SINGLE].delay("purged")
+    (key,) = bench.redis.scan_iter("SINGLETONLOCK_*", _type="HASH")
+    bench.redis.hset(key, "since", int(time.time() * 1000) - 60_000)
+    assert "may wait" not in str(findings("locks", app=bench.app)), "its message waits in its queue"
+
+    bench.redis.delete("celery")
+
+    ((level, text),) = findings("locks", app=bench.app)
+    measured(text)
+    assert level == "warning"
+    assert text.startswith(f"1 lock may wait for a message that is lost, such as this: task {call.id} was queued 6")
+    assert "no worker answers, and one may have its message" in text
+    assert backend_of(bench.app).get(key) == call.id
+
+
 @pytest.mark.parametrize("check", ["warn", "ignore"])
 def test_no_advice_about_the_queue_of_another_app_loses_messages(findings, cli, server, bench_on, monkeypatch, check):
     """A worker of this app drops the messages of another app, and a purge deletes them."""

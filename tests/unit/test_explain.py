@@ -298,7 +298,7 @@ def test_a_message_at_a_busy_worker_is_said_to_wait_for_that_worker():
     found = Found(
         Waiting(Ref("k", "x"), "t", 0.0, 60.0, 3600.0, True, "celery", "", "e", 0.0, "w1@h", 7.0),
         "",
-        "worker w1@h has its message, and renewed the lock 7 s ago",
+        "worker w1@h had its message 7 s ago, when it renewed the lock",
     )
     skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
     about = {"locks": {"x": HeldLock("k", "x", "queued", 3600.0, 30.0)}, "found": found}

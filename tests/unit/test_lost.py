@@ -50,7 +50,7 @@ def reason(**fields: Any) -> str:
         pytest.param({"ttl": "0.5", **SENT}, "", id="one that is known to be sent"),
         pytest.param(
             {"worker": "w", "renewed": str(NOW - 9_000)},
-            "worker w has its message, and renewed the lock 9 s ago",
+            "worker w had its message 9 s ago, when it renewed the lock",
             id="taken",
         ),
         pytest.param({"worker": "w", "renewed": str(NOW - 31_000)}, "", id="taken by a worker that is gone"),
@@ -109,7 +109,7 @@ def test_a_message_that_waits_is_not_late_before_it_asks_again(renewed, is_late)
         ),
         pytest.param({"ttl": "18060"}, "it is not known whether its message was sent", id="one that may be unsent"),
         pytest.param(
-            {"worker": "w", "renewed": str(NOW - 9_000)}, "worker w has its message", id="kept by a worker since then"
+            {"worker": "w", "renewed": str(NOW - 9_000)}, "worker w had its message", id="kept by a worker since then"
         ),
         pytest.param({"worker": "w", "renewed": str(NOW + 18_000_000)}, "", id="renewed before"),
     ],

@@ -13,7 +13,7 @@ from ...beat.entries.statics import Statics
 from ...beat.keys import Keys
 from ...beat.schedule import Schedule
 from ...beat.server_time import UNFIT_FROM
-from ...beat.status import APART, MAX_LAG, NO_BEAT, REDBEAT_LEADS, SEE_LOG, ScheduleStatus, counted, to_delete
+from ...beat.status import APART, MAX_LAG, NAMESAKE, NO_BEAT, REDBEAT_LEADS, SEE_LOG, ScheduleStatus, counted, to_delete
 from ...beat.store.probe import STANDBY, refuses_writes, schedule_refusal
 from ...config import Config
 from ...connections import schedule_client
@@ -146,6 +146,8 @@ def _apps(app: Celery, schedule: Read) -> Iterator[Finding]:
                 text += f", and no beat of app {other} is known here. {to_delete(other, names)}. Else"
             sent = "the leader sends all of them to the queues of its own app"
             yield Finding("problem", about, f"{text}: {sent}; {APART}")
+            for name in islice(filter(statics.given.__contains__, names), MOST_NAMED):
+                yield Finding("problem", f"entry {name}", f"it is of app {other}, and {NAMESAKE}")
         for beat, role in state.beats:
             if beat.get("app", statics.owner) not in {statics.owner, ""}:
                 text = f"the beat {beat['host']}, pid {beat['pid']}, which {role}, is of app {beat['app']}"
