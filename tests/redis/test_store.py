@@ -210,6 +210,18 @@ def test_changes_that_the_server_has_forgotten_are_noticed_once(app, redis, term
     assert clock.check(NOW + 3 * minute, term) is None
 
 
+@pytest.mark.parametrize("terms", [0, 1])
+def test_the_time_of_a_beat_beside_the_leader_is_no_loss(app, redis, terms):
+    """A beat without leadership stores the time of its tick, too, perhaps a moment after the leader."""
+    clock, minute = clock_of(app, redis), timedelta(minutes=1)
+    clock.check(NOW, TERM)
+    redis.set("redbeat::clock", repr((NOW - timedelta(milliseconds=20)).timestamp()))
+
+    term = Term(TERM.number + 1, "later") if terms else TERM
+
+    assert clock.check(NOW + minute, term) is None
+
+
 def test_a_scan_of_all_entries_reports_its_progress(app, put, redis):
     for at in range(1001):
         put(f"e{at}", definition="{}", score=NOW.timestamp() + 10**6)

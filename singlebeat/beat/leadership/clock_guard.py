@@ -37,6 +37,10 @@ LAST_INSTANT = datetime.max.replace(microsecond=0, tzinfo=UTC).timestamp()
 #: How old the stored time may be. The next leader compares it in hours.
 STORED_EVERY = timedelta(seconds=10)
 
+#: Up to which age a stored time may have replaced a later one without a loss: a beat without leadership that shares the
+#: work has read its clock a moment before the leader, and stored the time after it.
+STORED_LATE = timedelta(seconds=1)
+
 LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
@@ -73,7 +77,7 @@ class Clock:
             self._progress()
             self._latest = self._noted = shown = latest_shown(self.client, self.keys)
             is_next = self._term is not None and term.number == self._term.number + 1  # no other beat led in between
-            if is_next and self._written is not None and LONG_AGO < shown < self._written and not term.lost:
+            if is_next and not term.lost and self._has_lost(shown):
                 lost = shown
             self._written = None
         if now + LONGEST_STEP_BACK < self._latest:
@@ -91,11 +95,15 @@ class Clock:
             log.warning("beat: The clock has caught up: no entry waits for it any longer", event="clock_caught_up")
         if abs(now - self._noted) >= STORED_EVERY:
             before = self._note(now, term)
-            if term.token and self._written is not None and LONG_AGO < before < self._written:
+            if term.token and self._has_lost(before):
                 lost = before
             self._noted, self._written = now, self._latest if term.token else None
         self._term = term
         return lost
+
+    def _has_lost(self, stored: datetime) -> bool:
+        """Return whether a stored time shows that the server has lost what this beat has stored since."""
+        return self._written is not None and LONG_AGO < stored < self._written - STORED_LATE
 
     def _note(self, now: datetime, term: Term) -> datetime:
         """Store the latest time; return the time that was stored before, long ago if there was none."""
