@@ -29,7 +29,7 @@ from .entries.occurrence import Kind, Occurrence
 from .entries.pauses import pause_many, read_pauses, resume_many
 from .entries.policy import EntryPolicy, PolicyOptions
 from .entries.salvage import Salvage
-from .entries.save import ATTEMPTS, save_entries
+from .entries.save import ATTEMPTS, Unsent, save_entries
 from .keys import Keys, check_encodable
 from .page import Page, Query
 from .server_time import server_now
@@ -185,9 +185,9 @@ class Schedule:
         """
         return self._save(entry)
 
-    def _save(self, entry: Entry, *, action: str = "edit", note: str = "") -> Entry:
-        entries = {entry.name: entry}
-        saved = save_entries(self._client, self.keys, entries, self._now(), self.author, action=action, note=note)
+    def _save(self, entry: Entry, *, action: str = "edit", note: str = "", unsent: Unsent | None = None) -> Entry:
+        given = self._client, self.keys, {entry.name: entry}, self._now(), self.author
+        saved = save_entries(*given, action=action, note=note, unsent={entry.name: unsent} if unsent else None)
         if (problem := saved[entry.name]) is not None:
             raise problem
         return entry
@@ -594,14 +594,9 @@ class Schedule:
         if not stored[0]:  # the times that have passed are not made up for
             entry = entry.letting_pass(self._now())
         entry.version = stored[0] or "", stored[2] or ""
-        saved = self._save(entry, action="revert", note=f"to {'after' if is_after else 'before'} {to}")
-        unsent, backfill = past.get("pending"), past.get("backfill", "")
-        if backfill:
-            self._propose(name, None, 10.0, at=backfill)
-        with suppress(EntryError):  # it cannot be read, so it could not be sent
-            if unsent:
-                self._propose(name, Occurrence.decode(unsent), 10.0)
-        return saved
+        left = changes[0].before  # of a removal; if it is not the last change, the entry has got its work back since
+        unsent = Unsent.of(left.get("pending", ""), left.get("backfill", ""))
+        return self._save(entry, unsent=unsent, action="revert", note=f"to {'after' if is_after else 'before'} {to}")
 
     def reverts_to_after(self, name: str, to: str) -> bool:
         """Return whether a revert lets an entry be as it was after a change, and not before it.

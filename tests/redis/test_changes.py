@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 
 from singlebeat import Entry, Schedule
 from singlebeat.beat.entries.definition import Meta
+from singlebeat.beat.entries.save import save_entries
 from singlebeat.errors import ConflictError, EntryError, UnknownEntryError
 from tests.redis.bench import HOUR, Bench
 from tests.support import APP, at_once
@@ -427,6 +428,43 @@ def test_a_deleted_entry_comes_back_with_its_past_and_catches_nothing_up(bench):
     assert (entry.encode(), entry.policy, entry.total_run_count) == (before.encode(), before.policy, 7)
     assert bench.score() > datetime.now(UTC).timestamp()
     assert actions(bench) == [("e", "add"), ("e", "delete"), ("e", "revert")]
+
+
+def test_a_revert_gives_back_what_was_not_sent_though_its_process_dies(bench, monkeypatch):
+    """It dies as soon as the entry is stored: whoever looks sees the revert as made, and repeats nothing."""
+    bench.put(ago=timedelta())
+    task_id = bench.schedule.trigger("e")
+    bench.redis.hset("redbeat:e", "backfill", "begun")
+    bench.schedule.delete("e")
+    (delete, *_) = bench.schedule.changes("e")
+
+    def die(*args: Any, **given: Any) -> None:
+        save_entries(*args, **given)
+        raise SystemExit
+
+    monkeypatch.setattr("singlebeat.beat.schedule.save_entries", die)
+    with pytest.raises(SystemExit):
+        bench.schedule.revert("e", delete.id)
+    bench.tick(2)
+
+    assert [message.headers["id"] for message in bench.messages] == [task_id]
+    assert bench.redis.hget("redbeat:e", "backfill") == "begun"
+
+
+def test_a_run_that_a_revert_has_given_back_is_not_given_back_again(bench):
+    bench.put(ago=timedelta())
+    bench.schedule.trigger("e")
+    bench.schedule.delete("e")
+    (delete, *_) = bench.schedule.changes("e")
+    bench.schedule.revert("e", delete.id)
+    bench.tick(2)
+    assert len(bench.messages) == 1
+    bench.redis.delete("redbeat:e")  # by another program, so without a record
+
+    bench.schedule.revert("e", delete.id)
+    bench.tick(2)
+
+    assert len(bench.messages) == 1
 
 
 def test_an_entry_reverted_to_before_an_earlier_change_has_its_past(bench):

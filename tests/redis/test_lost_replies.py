@@ -110,14 +110,16 @@ def settle(redis: Redis, *, leads: int = 1) -> tuple[list[str], list[Any]]:
     return [*keys[:4], HISTORY, "redbeat:e", "redbeat:f"], args
 
 
-def save(redis: Redis, found: list[Any], fields: list[Any], *, token: str = "") -> tuple[list[str], list[Any]]:
+def save(
+    redis: Redis, found: list[Any], fields: list[Any], *, token: str = "", unsent: object = False
+) -> tuple[list[str], list[Any]]:
     redis.set(LOCK, "t")
     names = ("definition", "meta", "policy", "since")
     if stored := {name: value for name, value in zip(names, found, strict=True) if value}:
         redis.hset("redbeat:e", mapping=stored)
     redis.set("redbeat::lost", "then why")
-    row = ("redbeat:e", "e", found, fields, "7")
-    touched = [LOCK, SCHEDULE, CHANGES, "redbeat::lost", "redbeat:e"]
+    row = ("redbeat:e", "e", found, fields, "7", unsent)
+    touched = [LOCK, SCHEDULE, CHANGES, "redbeat::lost", PENDING, "redbeat:e"]
     return touched, [token, *AUTHOR, "edit", "why", "call", packed([row])]
 
 
@@ -241,6 +243,7 @@ CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
     "resign": resigned,
     "retake": retake,
     "save, new": lambda redis: save(redis, [False] * 4, ["d", "m", "", ""]),
+    "save, back": lambda redis: save(redis, [False] * 4, ["d", "m", "", ""], unsent=["id", "occurrence", "backfill"]),
     "save, edited": lambda redis: save(redis, ["d", "m", "p", False], ["new", "m", "p", "s"]),
     "save, paused": lambda redis: save(redis, ["d", "m", False, False], ["d", False, "p", False]),
     "save, another leads": lambda redis: save(redis, ["d", "m", "p", False], ["new", "m", "p", "s"], token="another"),

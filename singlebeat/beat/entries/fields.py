@@ -77,7 +77,8 @@ def write_fields(
     """Write the fields of some entries in one round trip, each only if it is unchanged since it was read.
 
     Args:
-        rows: for each entry its key, the fields as they were read, the new ones, and its score. See ``save.lua``.
+        rows: for each entry its key, the fields as they were read, the new ones, its score, and if it comes back what
+            it has left unsent. See ``save.lua``.
         author: of the changes, which are recorded.
         action: what is done to the entries; an edit of an entry that does not exist adds it.
         note: for operators.
@@ -91,5 +92,5 @@ def write_fields(
     """
     lock, token = fence or (keys.schedule, "")
     wishes = [(key, keys.name(key), *row) for key, *row in rows]
-    touched = [lock, keys.schedule, keys.changes, keys.lost, *(wish[0] for wish in wishes)]
+    touched = [lock, keys.schedule, keys.changes, keys.lost, keys.pending, *(wish[0] for wish in wishes)]
     return replies_of(SAVE(client, touched, (token, *author, action, note, uuid4().hex, packed(wishes))))

@@ -9,7 +9,9 @@
 -- KEYS[2]     schedule  zset: members by the time of their next occurrence (s)
 -- KEYS[3]     changes   stream: as in record
 -- KEYS[4]     lost      string: what the server has lost, for operators; removed when a program adds an entry
--- KEYS[5...]  entries   hashes: definition, meta, policy, since; written: id of the call that wrote last
+-- KEYS[5]     pending   zset: keys of entries with an occurrence that is claimed and not confirmed, by next try (s)
+-- KEYS[6...]  entries   hashes: definition, meta, policy, since; written: id of the call that wrote last; pending,
+--                       backfill and asked as in propose
 -- ARGV[1]     token     of our term, as in fenced
 -- ARGV[2]     actor     as in record
 -- ARGV[3]     by        as in record
@@ -24,22 +26,34 @@
 --             fields      [definition, meta, policy, since] to be stored; an empty string: remove the field;
 --                         false: leave the field, it may have changed
 --             score       of the next occurrence, as a string; empty: leave it
+--             unsent      [id, pending, backfill] of a removed entry that comes back: its claimed occurrence and the
+--                         id of that, and its backfill, each empty if there is none; an existing entry gets none
 --
 -- returns  JSON, for each entry whether it was stored; null if another beat leads; an error if the server refuses a
 --          command. After null or an error nothing was written
 
-local schedule, id = KEYS[2], ARGV[7]
+local schedule, pending, id = KEYS[2], KEYS[5], ARGV[7]
 if fenced({KEYS[1]}, {ARGV[1]}) == 1 then
   return "null"
 end
-local refused = permitted({KEYS[5], KEYS[5], schedule}, {"HSET", "HDEL", "ZADD"})
+local refused = permitted({KEYS[6], KEYS[6], schedule, pending}, {"HSET", "HDEL", "ZADD", "ZADD"})
 if refused then
   return refused
 end
 
 local names = {"definition", "meta", "policy", "since"}
 
-local function save(entry, member, name, found, fields, score)
+local function give_back(entry, member, asked, occurrence, backfill)
+  if occurrence ~= "" then
+    redis.call("HSET", entry, "pending", occurrence, "asked", asked)
+    redis.call("ZADD", pending, 0, member)
+  end
+  if backfill ~= "" then
+    redis.call("HSET", entry, "backfill", backfill)
+  end
+end
+
+local function save(entry, member, name, found, fields, score, unsent)
   local stored = redis.pcall("HMGET", entry, "definition", "meta", "policy", "since", "written")
   if stored.err then
     return false
@@ -65,6 +79,9 @@ local function save(entry, member, name, found, fields, score)
   if not stored[1] and ARGV[3] ~= "beat_schedule" then
     redis.pcall("DEL", KEYS[4])  -- for operators: a user without this right stores entries all the same
   end
+  if not stored[1] and unsent then
+    give_back(entry, member, unpack(unsent))
+  end
   redis.call("HSET", entry, "written", id)
   if score ~= "" then
     redis.call("ZADD", schedule, score, member)
@@ -74,6 +91,6 @@ end
 
 local saved = {}
 for i, wish in ipairs(cjson.decode(ARGV[8])) do
-  saved[i] = save(KEYS[i + 4], unpack(wish))
+  saved[i] = save(KEYS[i + 5], unpack(wish))
 end
 return cjson.encode(saved)

@@ -14,6 +14,7 @@ from ..calendar.clocked import comes_once
 from .code_only import given_for
 from .definition import Meta, loads_object, salvage_fields
 from .fields import BATCH, read_fields, write_fields
+from .occurrence import Occurrence
 from .pauses import Pauses, read_pauses
 from .policy import EntryPolicy
 from .schedule_json import have_same_times
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from .entry import Entry
     from .fields import Fence, StoredFields
 
-__all__ = ("save_entries",)
+__all__ = ("Unsent", "save_entries")
 
 _T = TypeVar("_T")
 
@@ -35,6 +36,23 @@ ATTEMPTS = 5
 
 #: The fields of a policy that change the times of an entry.
 TIMING = ("timezone", "start_time", "end_time", "jitter")
+
+
+class Unsent(NamedTuple):
+    """The work of a removed entry that was not sent, as ``save.lua`` takes it; each field is empty if there is none."""
+
+    id: str = ""  #: of the pending occurrence
+    pending: str = ""  #: the field of that occurrence
+    backfill: str = ""  #: the field of an interrupted backfill
+
+    @classmethod
+    def of(cls, pending: str, backfill: str) -> Unsent:
+        """Return what a removed entry has left; an occurrence that cannot be read could not be sent."""
+        try:
+            occurrence = Occurrence.decode(pending)
+        except EntryError:
+            return cls(backfill=backfill)
+        return cls(occurrence.id, pending, backfill)
 
 
 class _Fields(NamedTuple):
@@ -70,6 +88,7 @@ def save_entries(
     dry_run: bool = False,
     fence: Fence | None = None,
     over: Mapping[str, tuple[str, str]] | None = None,
+    unsent: Mapping[str, Unsent] | None = None,
 ) -> Mapping[str, EntryError | None]:
     """Store entries by name, and return the error of each entry, None if there is none.
 
@@ -84,6 +103,7 @@ def save_entries(
         dry_run: store nothing, and return the errors that storing would have.
         fence: as ``write_fields`` takes it.
         over: by name, definition and policy that are to be replaced: ``ConflictError`` if others are stored.
+        unsent: by name, the unsent work of removed entries that come back; an existing entry gets none.
 
     Raises:
         FencedError: another beat leads; earlier batches are stored.
@@ -98,7 +118,7 @@ def save_entries(
             if dry_run:
                 left = ()
                 break
-            left = _write(client, keys, wishes, author, action, note, fence)
+            left = _write(client, keys, wishes, author, action, note, fence, unsent or {})
             for name in wishes.keys() - set(left):
                 definition, _, policy, _ = wishes[name].fields
                 entries[name].version = definition, policy
@@ -298,10 +318,11 @@ def _write(
     action: str,
     note: str,
     fence: Fence | None,
+    unsent: Mapping[str, Unsent],
 ) -> list[str]:
     """Write entries, and return the names of those that another program has changed meanwhile."""
     if not wishes:
         return []
-    rows = [(wish.member, wish.found, wish.fields, wish.score) for wish in wishes.values()]
+    rows = [(w.member, w.found, w.fields, w.score, unsent.get(name, False)) for name, w in wishes.items()]
     saved = write_fields(client, keys, rows, author, action=action, note=note, fence=fence)
     return [name for name, done in zip(wishes, saved, strict=True) if not done]

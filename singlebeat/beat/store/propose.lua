@@ -6,7 +6,7 @@
 -- KEYS[1]  entry       hash: definition, pending, backfill, asked: ids of the last occurrences that were proposed
 -- KEYS[2]  pending     zset: members with an occurrence that is claimed and not confirmed, by time of the next try (s)
 -- ARGV[1]  member      of the entry in pending
--- ARGV[2]  id          of the occurrence; empty: propose none, only end or put back the backfill
+-- ARGV[2]  id          of the occurrence; empty: propose none, only end the backfill
 -- ARGV[3]  occurrence  JSON of it
 -- ARGV[4]  found       the field backfill as it was read; empty: absent
 -- ARGV[5]  at          the field backfill from now on; empty: the backfill ends; the same as found: leave the field
