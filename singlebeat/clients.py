@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from redis.retry import Retry
 from redis.sentinel import (
     MasterNotFoundError,
     Sentinel,
+    SentinelConnectionPool,
     SentinelManagedConnection,
     SentinelManagedSSLConnection,
 )
@@ -198,6 +200,30 @@ class _UnixConnection(_Connecting, UnixDomainSocketConnection):
     pass
 
 
+class _Releasing:
+    """A pool that ends the connection of an interrupted call, as by a soft time limit or a signal.
+
+    Its reply may be on its way. Redis-py 8 would give the connection to the next call, which would take that reply for
+    its own, and be told that a lock is free.
+    """
+
+    def release(self: Any, connection: Any) -> None:
+        """Take a connection back."""
+        # An error of redis-py means that the whole reply was read, or that the connection has ended already.
+        interruption = sys.exception()
+        if interruption is not None and not isinstance(interruption, RedisError):
+            connection.disconnect()
+        super().release(connection)  # type: ignore[misc]
+
+
+class _Pool(_Releasing, ConnectionPool):
+    pass
+
+
+class _SentinelPool(_Releasing, SentinelConnectionPool):
+    pass
+
+
 class _DiscoveringConnection(_Connecting):
     """A connection that asks the sentinels at each connect; redis-py's own retries a call on the last master."""
 
@@ -354,7 +380,13 @@ def _client(urls: list[str], timeout: float, retries: int, given: dict[str, Any]
     if is_cluster(urls[0], topology):
         nodes = topology.get("startup_nodes") or addresses
         repeated = (lambda do: _retry(0, period).call_with_retry(do, lambda _: None)) if period else None
-        return Cluster(nodes, retries=retries, repeated=repeated, **_translated({**account, **kwargs, "ssl": tls}))
+        return Cluster(
+            nodes,
+            retries=retries,
+            repeated=repeated,
+            connection_pool_class=_Pool,
+            **_translated({**account, **kwargs, "ssl": tls}),
+        )
     kwargs |= {"retry": _retry(retries, period), "retry_on_error": list(PASSING)}
     # A cluster's client accepts no serializer.
     kwargs["command_packer"] = _Serializer(Encoder("utf-8", kwargs["encoding_errors"], False))  # type: ignore[no-untyped-call]
@@ -373,11 +405,11 @@ def _client(urls: list[str], timeout: float, retries: int, given: dict[str, Any]
             connection_class=_MasterSSLConnection if tls else _MasterConnection,
             **_translated({**account, **kwargs}),
         )
-        client = sentinel.master_for(name or "master")
+        client = sentinel.master_for(name or "master", connection_pool_class=_SentinelPool)
     elif len(urls) > 1:
         raise ValueError("several URLs given: name one server, or sentinels, or a cluster")
     else:
-        client = Redis.from_pool(ConnectionPool(connection_class=kind, **_translated({**kwargs, **addresses[0]})))
+        client = Redis.from_pool(_Pool(connection_class=kind, **_translated({**kwargs, **addresses[0]})))
     pool = client.connection_pool
     pool.connection_class(**pool.connection_kwargs)  # only a connection checks the options
     return client

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import kombu.messaging
 import kombu.pools
 import pytest
+import redis as redis_py
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import before_task_publish
 from kombu.messaging import Producer
@@ -20,19 +22,25 @@ from redis import Redis
 
 import singlebeat
 from singlebeat import Singleton
+from singlebeat.clients import RedisClient, ResponseError, private
 from tests.support import connected
 
 pytestmark = pytest.mark.skipif(not hasattr(Producer, "batch"), reason="kombu 5.7 is the first to hand out commands")
 
+OURS = str(Path(singlebeat.__file__).parent)
+
 #: The code of a call in which the call is ended: ours, and kombu's producer.
-CODE = (str(Path(singlebeat.__file__).parent), kombu.messaging.__file__)
+CODE = (OURS, kombu.messaging.__file__)
+
+#: The same, of a command.
+CODE_OF_COMMANDS = (OURS, str(Path(redis_py.__file__).parent))
 
 
 def numbered(value: object) -> None: ...
 
 
 @contextmanager
-def interrupted(at: int) -> Iterator[list[int]]:
+def interrupted(at: int, code: tuple[str, ...] = CODE) -> Iterator[list[int]]:
     """Raise SoftTimeLimitExceeded before the line that is executed as number ``at``; yield the lines that remain."""
     remaining = [at]
 
@@ -45,7 +53,7 @@ def interrupted(at: int) -> Iterator[list[int]]:
         return on_line
 
     before = sys.gettrace()
-    sys.settrace(lambda frame, *_: on_line if frame.f_code.co_filename.startswith(CODE) else None)
+    sys.settrace(lambda frame, *_: on_line if frame.f_code.co_filename.startswith(code) else None)
     try:
         yield remaining
     finally:
@@ -104,3 +112,41 @@ def test_a_call_that_ends_at_any_line_leaves_no_half_and_harms_no_other(app, red
 
     assert at > 100
     assert (halves, lost, swallowed) == ([], [], [])
+
+
+def in_pipeline(client: RedisClient, text: str) -> str:
+    with client.pipeline(transaction=False) as pipe:
+        return pipe.echo(text).execute()[0]
+
+
+@pytest.mark.parametrize("send", [lambda client, text: client.echo(text), in_pipeline], ids=["one", "pipeline"])
+def test_a_command_that_ends_at_any_line_leaves_its_reply_to_no_other(server, send):
+    """The reply may be on its way: the next command on that connection would take it for its own."""
+    client = private(server.url, timeout=5)
+    wrong = list[int]()
+
+    def interrupt_each_line() -> int:
+        send(client, "warm")
+        at, remaining = 0, [0]
+        while remaining[0] <= 0:
+            at += 1
+            with suppress(SoftTimeLimitExceeded), interrupted(at, CODE_OF_COMMANDS) as remaining:
+                send(client, "cut")
+            if send(client, "next") != "next":
+                wrong.append(at)
+        return at
+
+    # A thread of its own, because the tracing of an interrupted "except" leaves its error as the current one.
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(interrupt_each_line).result() > 50
+    assert wrong == []
+
+
+def test_an_error_of_the_server_costs_no_connection(server):
+    client = private(server.url, timeout=5)
+    before = client.client_id()
+
+    with pytest.raises(ResponseError):
+        client.incr("a", "text")
+
+    assert client.client_id() == before
