@@ -76,13 +76,17 @@ def at_once(*calls: Callable[[], T]) -> list[T]:
         return list(threads.map(make, calls))
 
 
-def fork(function: Callable[[], object]) -> int:
-    """Run a function in a forked child, and return the child's id at once."""
+def fork(function: Callable[[], object], *, within: float = 30) -> int:
+    """Run a function in a forked child, and return the child's id at once.
+
+    Args:
+        within: seconds after which the child says where it hangs, and ends.
+    """
     pid = os.fork()
     if not pid:
         code = 1
         try:
-            faulthandler.dump_traceback_later(30, exit=True)  # says where it hangs
+            faulthandler.dump_traceback_later(within, exit=True)
             function()
             code = 0
         except BaseException:

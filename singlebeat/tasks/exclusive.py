@@ -120,14 +120,14 @@ class Exclusive:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Free the lock if this object holds it; never raise an error of the lock."""
+        """Free the lock if this object holds it; raise no error of the locks' server."""
         if self._renewer is None or not self._renewer.drop(self.ref):
             return
         if self._is_out_of_lease():  # the renewer may not have seen it, if the body has held the GIL
             self._report_loss()
         try:
             self._renewer.backend.finish_many([self.ref], remember_for=NOT_REMEMBERED)
-        except Exception as exc:  # backends may raise any error, and the body's own error matters more
+        except LockBackendError as exc:  # an interruption, as by a soft time limit, goes on
             log.warning(
                 "the exclusive lock '%(key)s' stays until its lease ends",
                 event="lock_kept",

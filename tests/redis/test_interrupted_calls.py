@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -14,26 +13,25 @@ from typing import Any
 import kombu.messaging
 import kombu.pools
 import pytest
-import redis as redis_py
+import redis.client
+import redis.connection
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import before_task_publish
 from kombu.messaging import Producer
 from redis import Redis
 
-import singlebeat
-from singlebeat import Singleton
+import singlebeat.clients
+from singlebeat import Singleton, exclusive
 from singlebeat.clients import RedisClient, ResponseError, private
-from tests.support import connected
+from tests.support import connected, ended_well, fork
 
 pytestmark = pytest.mark.skipif(not hasattr(Producer, "batch"), reason="kombu 5.7 is the first to hand out commands")
 
-OURS = str(Path(singlebeat.__file__).parent)
-
 #: The code of a call in which the call is ended: ours, and kombu's producer.
-CODE = (OURS, kombu.messaging.__file__)
+CODE = (str(Path(singlebeat.__file__).parent), kombu.messaging.__file__)
 
-#: The same, of a command.
-CODE_OF_COMMANDS = (OURS, str(Path(redis_py.__file__).parent))
+#: The same, of a command: between its sending and the release of its connection.
+CODE_OF_COMMANDS = (singlebeat.clients.__file__, redis.client.__file__, redis.connection.__file__)
 
 
 def numbered(value: object) -> None: ...
@@ -89,29 +87,38 @@ def call(request, app):
             yield lambda value, task_id: task.apply_async([value], task_id=task_id)
 
 
+def ends_well(interrupt: Callable[[], object]) -> bool:
+    """Interrupt in a child: where tracing ends a ``with``, a lock may stay held, or an error current."""
+    return ended_well(fork(interrupt, within=100))
+
+
 def test_a_call_that_ends_at_any_line_leaves_no_half_and_harms_no_other(app, redis, call):
     plain = app.tasks["tests.system.apps.plain"]
-    call("warm", "warm")
-    plain.delay("warm")
-    at, halves, lost, swallowed = 0, [], [], []
-    remaining = [0]
-    while remaining[0] <= 0:
-        at += 1
-        redis.flushall()
-        try:
-            with interrupted(at) as remaining:
-                call(at, "cut")
-            if remaining[0] <= 0:
-                swallowed.append(at)
-        except SoftTimeLimitExceeded:
-            pass
-        if ("cut" in locked(redis)) > ("cut" in sent(redis)):
-            halves.append(at)
-        if plain.delay("next").id not in sent(redis):
-            lost.append(at)
 
-    assert at > 100
-    assert (halves, lost, swallowed) == ([], [], [])
+    def interrupt_each_line() -> None:
+        call("warm", "warm")
+        plain.delay("warm")
+        at, halves, lost, swallowed = 0, [], [], []
+        remaining = [0]
+        while remaining[0] <= 0:
+            at += 1
+            redis.flushall()
+            try:
+                with interrupted(at) as remaining:
+                    call(at, "cut")
+                if remaining[0] <= 0:
+                    swallowed.append(at)
+            except SoftTimeLimitExceeded:
+                pass
+            if ("cut" in locked(redis)) > ("cut" in sent(redis)):
+                halves.append(at)
+            if plain.delay("next").id not in sent(redis):
+                lost.append(at)
+
+        assert at > 100
+        assert (halves, lost, swallowed) == ([], [], [])
+
+    assert ends_well(interrupt_each_line)
 
 
 def in_pipeline(client: RedisClient, text: str) -> str:
@@ -122,24 +129,21 @@ def in_pipeline(client: RedisClient, text: str) -> str:
 @pytest.mark.parametrize("send", [lambda client, text: client.echo(text), in_pipeline], ids=["one", "pipeline"])
 def test_a_command_that_ends_at_any_line_leaves_its_reply_to_no_other(server, send):
     """The reply may be on its way: the next command on that connection would take it for its own."""
-    client = private(server.url, timeout=5)
-    wrong = list[int]()
 
-    def interrupt_each_line() -> int:
+    def interrupt_each_line() -> None:
+        client = private(server.url, timeout=5)
         send(client, "warm")
-        at, remaining = 0, [0]
+        at, remaining, wrong = 0, [0], []
         while remaining[0] <= 0:
             at += 1
             with suppress(SoftTimeLimitExceeded), interrupted(at, CODE_OF_COMMANDS) as remaining:
                 send(client, "cut")
             if send(client, "next") != "next":
                 wrong.append(at)
-        return at
+        assert at > 50
+        assert wrong == []
 
-    # A thread of its own, because the tracing of an interrupted "except" leaves its error as the current one.
-    with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(interrupt_each_line).result() > 50
-    assert wrong == []
+    assert ends_well(interrupt_each_line)
 
 
 def test_an_error_of_the_server_costs_no_connection(server):
@@ -150,3 +154,23 @@ def test_an_error_of_the_server_costs_no_connection(server):
         client.incr("a", "text")
 
     assert client.client_id() == before
+
+
+def test_a_soft_time_limit_that_hits_the_end_of_an_exclusive_block_is_raised(app):
+    """Else the body goes on without its limit."""
+
+    def interrupt_each_line() -> None:
+        at, remaining = 0, [0]
+        while remaining[0] <= 0:
+            at += 1
+            lock = exclusive(f"key {at}", app=app)
+            lock.__enter__()
+            try:
+                with interrupted(at) as remaining:
+                    lock.__exit__(None, None, None)
+                assert remaining[0] > 0, "swallowed"
+            except SoftTimeLimitExceeded:
+                pass
+        assert at > 20
+
+    assert ends_well(interrupt_each_line)

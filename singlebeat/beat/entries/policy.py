@@ -119,7 +119,7 @@ class EntryPolicy:
     jitter: float | None = _wish(_seconds)
     #: No nominal time is before it; an interval begins at it.
     start_time: datetime | None = _wish(_instant)
-    #: No nominal time is after it.
+    #: No nominal time is after it, and a run that is late is not sent after it, but recorded as missed.
     end_time: datetime | None = _wish(_instant)
     #: Number of runs after which the entry is finished.
     max_runs: int | None = _wish(_count)
