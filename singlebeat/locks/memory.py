@@ -178,6 +178,11 @@ class MemoryBackend(BaseBackend):
             if place and not is_in_turn and (by_itself is None or is_older):  # it has waited for longer than that call
                 is_first = turn_ttl > 0 and waits_since > 0 and since <= place.taken
             other_waits = place is not None and not is_behind and bool(place.if_held)
+            newer = record if queued == ref.key and record and record.task_id != ref.task_id else None
+            if newer and newer.state == "queued" and not newer.fence and newer.if_held is not IfHeld.REPLACE:
+                record = None
+            else:
+                newer = None
             held_by = None
             if record and record.task_id != ref.task_id:
                 held_by = ref
@@ -210,6 +215,9 @@ class MemoryBackend(BaseBackend):
                 record = replace(record, payload="")
             if record is None:
                 record = _Record(ref.task_id, 0, "", "", 0, task, arguments, now, now, None, "", entry=entry)
+            if newer and newer.payload:  # calls with later arguments have joined it
+                record = replace(record, payload=newer.payload, if_held=newer.if_held)
+                self._replace(ref.key, ref.key, 0)
             if record.until is None and expiry:
                 record = replace(record, until=now + expiry)
             waiting = self._live(queued) if queued and queued != ref.key else None

@@ -237,7 +237,8 @@ class RedisBackend(BaseBackend):
         """
         owner = (ref.task_id, str(ref.generation), ref.nonce)
         times = _ms(remember_for), _ms(turn_ttl)
-        args = (*owner, _ms(lease), _ms(expiry), task, arguments, *times, entry, _ms(waits_since), note)
+        has_acquired = int(queued == ref.key)
+        args = (*owner, _ms(lease), _ms(expiry), task, arguments, *times, entry, _ms(waits_since), note, has_acquired)
         keys = (ref.key, done_key(ref.key), queued or ref.key, behind_key(ref.key), turn_key(ref.key))
         (holder,) = self._run_before_deadline(lambda deadline: [self._run("begin", keys, (*args, deadline))])
         if holder.verdict is Verdict.UNUSABLE:

@@ -291,7 +291,8 @@ def waits_for_its_turn(ticket: Ticket, request: Context) -> bool:
     embedded |= {name: getattr(request, name) for name in ("chain", "chord", "replaced_task_nesting")}
     # A redelivered message was no duplicate when it was sent. Its run was cut short, and an equal call came meanwhile.
     came_back = ticket.rejections > 0 or (request.delivery_info or {}).get("redelivered")
-    return ticket.waits or bool(ticket.queued and came_back) or has_continuations(embedded)
+    # A joinable message has lost its lock, and its arguments may be the latest.
+    return ticket.waits or ticket.joinable or bool(ticket.queued and came_back) or has_continuations(embedded)
 
 
 def admit(task: Task, ticket: Ticket, holder: Holder, request: Context) -> None:
