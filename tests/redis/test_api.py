@@ -178,10 +178,7 @@ def test_a_change_that_is_not_of_its_times_keeps_the_next_time(api, redis, chang
     [
         {"schedule": 120},
         {"schedule": crontab(minute=5)},
-        {"timezone": "Asia/Tokyo"},
-        {"jitter": 30},
-        {"start_time": datetime(2020, 1, 1, tzinfo=UTC)},
-        {"end_time": datetime(2090, 1, 1, tzinfo=UTC)},
+        {"start_time": START + timedelta(hours=1)},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -196,6 +193,43 @@ def test_a_change_of_its_times_counts_from_now_and_keeps_the_last_run(api, redis
     assert (past.last_run_at, past.total_run_count) == (START, 7)
     assert before <= past.since <= datetime.now(UTC)
     assert redis.zscore(SCHEDULE, "redbeat:e") >= before.timestamp()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"jitter": 30},
+        {"timezone": "Asia/Tokyo"},
+        {"start_time": START - timedelta(days=1)},
+        {"end_time": datetime(2090, 1, 1, tzinfo=UTC)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+@pytest.mark.parametrize("by", ["upsert", "deploy"])
+def test_a_change_that_leaves_the_next_time_as_it_is_keeps_a_run_that_is_due(bench, change, by):
+    bench.put()
+    if by == "upsert":
+        bench.schedule.upsert("e", PLAIN, 3600, args=["e"], **change)
+    else:
+        bench.redis.hset("redbeat::owners", "e", bench.app.main)
+        bench.redis.sadd("redbeat::statics", "e")
+        given = {"task": PLAIN, "schedule": 3600, "args": ["e"], **change}
+        bench.scheduler(beat_schedule={"e": given})
+
+    bench.tick(at=datetime.now(UTC) + timedelta(minutes=5))  # after any jitter
+
+    assert bench.names == ["e"]
+
+
+def test_a_change_of_jitter_keeps_a_run_that_the_jitter_delays(bench):
+    nominal = datetime.now(UTC).replace(microsecond=0)
+    bench.put(ago=timedelta(hours=1, seconds=1), jitter=1800)
+    assert bench.score() > nominal.timestamp(), "it is delayed"
+
+    bench.schedule.upsert("e", PLAIN, 3600, args=["e"], jitter=1700)
+    bench.tick(at=datetime.now(UTC) + timedelta(minutes=40))
+
+    assert bench.names == ["e"]
 
 
 BROKEN = {

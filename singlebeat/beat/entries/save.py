@@ -231,7 +231,7 @@ def _wish(
         entry.count_from(now)
         at_once = entry.policy.run_on_start and not entry.has_past
         past = replace(entry.meta, last_run_at=None) if at_once else entry.meta
-    elif definition and not same_times and not has_run_since:
+    elif definition and not same_times and not has_run_since and not _keeps_next(stored, wanted, entry, past):
         past = replace(past, since=now)
     elif definition and was_off_until is not None and not has_run_since:
         past = entry.timetable.passed(past, was_off_until)
@@ -250,6 +250,25 @@ def _wish(
         ),
         repr(PARKED if due_at is None else due_at.timestamp()) if moved else "",
     )
+
+
+def _keeps_next(stored: Entry | None, policy: EntryPolicy | None, entry: Entry, past: Meta) -> bool:
+    """Return whether a change of an entry's times leaves its next nominal time as it is.
+
+    That time may have passed, without a decision so far: it is overdue, or jitter delays its run. It must not be lost.
+
+    Args:
+        stored: the entry before the change; None if it is unreadable.
+        policy: of the entry before the change; None if it is unreadable.
+    """
+    if stored is None or policy is None:
+        return False
+    before, after = replace(entry.timetable, schedule=stored.schedule, policy=policy), entry.timetable
+    since = before.since(past.counts_from)
+    if since is None:  # it has never run, and is due now
+        return after.since(None) is None
+    nominal = before.next(since)
+    return nominal is not None and nominal == after.next(since)
 
 
 def _has_later_past(entry: Entry, stored: Meta, now: datetime) -> bool:
