@@ -27,7 +27,7 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "runs": "About the last four ends of its runs.",
     "recorded": "Digests of definition and policy, by which a change of another program is noticed that has no record.",
     "backfill": "How far a backfill has come.",
-    "written": "The id of the last call that stored it: by it a repetition is told from another call.",
+    "written": "The ids of the last calls that stored it: by them a repetition is told from another call.",
     "asked": "The ids of the last runs that were triggered or backfilled.",
 }
 

@@ -118,7 +118,7 @@ def free_one(app: Celery, which: str, *, force: bool = False) -> HeldLock:
         return HeldLock(which, "?", "unusable", None, 0.0)
     record, lock = found
     if force:
-        backend.unlock(lock.key)
+        backend.unlock(lock.key, lock.task_id)  # another task may have acquired the lock since it was read
     elif lock.state == "queued":
         _free_queued(app, lock, Waiting.of(lock.key, record))
     elif lock.state == "timed":

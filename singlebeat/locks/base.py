@@ -492,8 +492,8 @@ class BaseBackend(ABC):
         """Return the task id that holds a lock, or None."""
 
     @abstractmethod
-    def unlock(self, lock: str) -> None:
-        """Free a lock, regardless of its holder."""
+    def unlock(self, lock: str, holder: str = "") -> None:
+        """Free a lock, of any holder or of one task id alone."""
 
     @abstractmethod
     def clear(self, key_prefix: str) -> None:

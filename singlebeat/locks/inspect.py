@@ -150,7 +150,7 @@ class InspectBackend(BaseBackend):
         first = min((run for run in self._runs() if run.key == lock), default=None)
         return first.task_id if first else None
 
-    def unlock(self, lock: str) -> None:
+    def unlock(self, lock: str, holder: str = "") -> None:
         """Do nothing: a run cannot be hidden from the workers."""
 
     def clear(self, key_prefix: str) -> None:

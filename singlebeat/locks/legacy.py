@@ -182,8 +182,10 @@ class LegacyBackend(BaseBackend):
             held = self._held(lock)
         return held[0] if held else None
 
-    def unlock(self, lock: str) -> None:
-        """Free a lock, regardless of its holder."""
+    def unlock(self, lock: str, holder: str = "") -> None:
+        """Free a lock, of any holder or of one task id alone."""
+        if holder and self.get(lock) != holder:
+            return
         with _naming(self.name):
             self.custom.unlock(lock)
 

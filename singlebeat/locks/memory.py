@@ -336,9 +336,11 @@ class MemoryBackend(BaseBackend):
         record = self._live(lock)
         return record.task_id if record else None
 
-    def unlock(self, lock: str) -> None:
-        """Free a lock, regardless of its holder."""
-        self._records.pop(lock, None)
+    def unlock(self, lock: str, holder: str = "") -> None:
+        """Free a lock, of any holder or of one task id alone."""
+        with self._mutex:
+            if not holder or self.get(lock) == holder:
+                self._records.pop(lock, None)
 
     def clear(self, key_prefix: str) -> None:
         """Free every lock under a prefix, regardless of its holder."""

@@ -57,7 +57,7 @@ SCRIPTS = {
     **{name: Script(__package__, name, uses=[_NUMBERS, _SHORTEN, _WRONG_FIELD]) for name in ("acquire", "begin")},
     **{name: Script(__package__, name, uses=[_NUMBERS]) for name in ("finish", "renew", "rotate")},
 }
-SCRIPTS["promise"] = Script(__package__, "promise")
+SCRIPTS |= {name: Script(__package__, name) for name in ("promise", "unlock")}
 SCRIPTS["send"] = Script(__package__, "send", uses=[SCRIPTS["acquire"]])
 
 
@@ -324,8 +324,11 @@ class RedisBackend(BaseBackend):
         with self._reaching():
             return cast("str | None", self.redis.hget(lock, "id"))
 
-    def unlock(self, lock: str) -> None:
-        """Free a lock, regardless of its holder."""
+    def unlock(self, lock: str, holder: str = "") -> None:
+        """Free a lock, of any holder or of one task id alone."""
+        if holder:
+            self._run("unlock", [lock], [holder])
+            return
         with self._reaching():
             self.redis.delete(lock)
 

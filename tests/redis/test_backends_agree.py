@@ -264,6 +264,55 @@ def test_a_message_that_waits_too_long_loses_its_lock(backend):
     assert start(backend, RUN).verdict is Verdict.HELD
 
 
+B = Ref(LOCK, "b", nonce="n2")
+
+
+def take_after_the_end_of_a(backend: BaseBackend, **options: Any) -> None:
+    """Let "b" acquire the lock, which "a" has acquired before, and which has ended while the message of "a" waits."""
+    take(backend, ttl=TINY)
+    free(backend)
+    assert take(backend, "b", **options).verdict is Verdict.ACQUIRED
+
+
+def test_a_message_whose_lock_has_ended_starts_before_a_newer_call(backend):
+    """Else in a queue that is longer than the lock lasts, each message would be dropped for a newer call."""
+    take_after_the_end_of_a(backend, expiry=QUEUED_TTL)
+
+    first, again = (start(backend, RUN, queued=LOCK) for _ in range(2))
+
+    assert first.verdict is again.verdict is Verdict.STARTED
+    assert first.fence == again.fence > 0
+    assert backend.renew_many([RUN], lease=LEASE) == [Renewal.RUNNING]
+    assert start(backend, B, queued=LOCK).verdict is Verdict.HELD
+    backend.finish_many([RUN], remember_for=MEMORY)
+    assert start(backend, B, queued=LOCK).verdict is Verdict.STARTED
+
+
+def test_a_message_whose_lock_has_ended_runs_with_the_arguments_that_joined_a_newer_call(backend):
+    """The newer call has older arguments than these, so it never runs."""
+    take_after_the_end_of_a(backend, payload="two", if_held=IfHeld.JOIN)
+    assert take(backend, "c", payload="three", if_held=IfHeld.JOIN).task_id == "b"
+
+    run = start(backend, RUN, queued=LOCK)
+
+    assert (run.verdict, run.payload) == (Verdict.STARTED, "three")
+    assert start(backend, B, queued=LOCK).verdict is Verdict.REPLACED
+
+
+@pytest.mark.parametrize("case", ["replaces", "runs", "retries", "is timed", "had no lock"])
+def test_a_message_whose_lock_has_ended_leaves_other_holders_alone(backend, case):
+    """A newer call that replaces others, one that has started before, one that only time ends; and a call by name."""
+    options = {"replaces": {"if_held": IfHeld.REPLACE}, "is timed": {"state": "timed"}}
+    take_after_the_end_of_a(backend, **options.get(case, {}))
+    if case in {"runs", "retries"}:
+        start(backend, B, queued=LOCK)
+    if case == "retries":
+        backend.rotate(B, to=Ref(LOCK, "b", 1), ttl=QUEUED_TTL, remember_for=MEMORY)
+
+    assert start(backend, RUN, queued="" if case == "had no lock" else LOCK).verdict is Verdict.HELD
+    assert backend.get(LOCK) == "b"
+
+
 def test_a_run_that_is_not_renewed_loses_its_lock_to_the_next_call(backend):
     start(backend, RUN, lease=TINY)
     free(backend)
@@ -426,7 +475,11 @@ def test_the_late_end_of_a_run_leaves_the_turn_to_its_retry(backend):
 def test_user_code_locks_and_unlocks_as_with_celery_singleton(backend):
     assert backend.lock(LOCK, "a") is True
     assert backend.lock(LOCK, "b") is False
+    backend.unlock(LOCK, "b")  # which does not hold it
     assert backend.get(LOCK) == "a"
+    backend.unlock(LOCK, "a")
+    assert backend.get(LOCK) is None
+    assert backend.lock(LOCK, "a") is True
     backend.unlock(LOCK)
     assert backend.get(LOCK) is None
     assert backend.lock(LOCK, "b", 60) is True

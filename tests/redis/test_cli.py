@@ -33,6 +33,7 @@ from singlebeat.diagnosis.doctor.beats import _leadership
 from singlebeat.diagnosis.doctor.finding import Read
 from singlebeat.diagnosis.doctor.servers import check_settings
 from singlebeat.diagnosis.doctor.workers import _queues
+from singlebeat.diagnosis.locks import locks_of
 from singlebeat.diagnosis.workers import BrokerError, Workers
 from singlebeat.locks import backend_of, clear_locks
 from singlebeat.locks.base import RUN_HEADER, Call, Ref, Verdict
@@ -672,6 +673,23 @@ def test_unlock_leaves_a_run_alone_that_began_while_the_workers_were_asked(cli, 
     assert backend.get(lock) == "next-one"
 
 
+def test_a_forced_unlock_leaves_the_lock_of_a_task_that_acquired_it_meanwhile(cli, app, monkeypatch):
+    """As a copy of the command that a network holds back."""
+    backend, lock = backend_of(app), "SINGLETONLOCK_{a}"
+    backend.lock(lock, "first", 60)
+
+    def read_slowly(app: Any) -> Any:
+        rows = list(locks_of(app))
+        backend.unlock(lock)
+        backend.lock(lock, "second", 60)
+        return iter(rows)
+
+    monkeypatch.setattr("singlebeat.diagnosis.locks.locks_of", read_slowly)
+
+    assert "is not free: task second holds it" in cli("unlock", "first", "--force", code=1).output
+    assert backend.get(lock) == "second"
+
+
 def test_the_message_of_a_dead_run_runs_when_redelivered_after_unlock(cli, app, redis):
     backend, run = backend_of(app), Ref("SINGLETONLOCK_{a}", "dead-one", 0, "n")
     again = {"lease": 5, "remember_for": 60, "task": "t", "arguments": ""}
@@ -753,7 +771,7 @@ def test_explain_reads_no_locks_where_none_is_asked_for(cli, app, put, redis, mo
 
 def test_unlock_says_so_if_the_backend_cannot_free_a_lock(cli, server):
     class Stubborn(MemoryBackend):
-        def unlock(self, lock: str) -> None:
+        def unlock(self, lock: str, holder: str = "") -> None:
             """Do nothing, as without locks there is nothing to do."""
 
     with make_app(server.celery_url, {"singleton_backend_class": Stubborn}) as app:

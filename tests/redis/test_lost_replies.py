@@ -13,7 +13,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from singlebeat import signals
+from singlebeat import Schedule, signals
 from singlebeat.beat.entries.entry import DELETE
 from singlebeat.beat.entries.fields import SAVE
 from singlebeat.beat.entries.occurrence import Occurrence
@@ -30,7 +30,7 @@ from singlebeat.connections import schedule_client
 from singlebeat.lua import Script, packed, script
 from tests.proxy import LossyProxy
 from tests.redis.bench import Bench
-from tests.support import ROOT, RedisServer, connected, contents
+from tests.support import APP, ROOT, RedisServer, connected, contents
 
 PLAIN = "tests.system.apps.plain"
 SCHEDULE, PENDING, HISTORY = "redbeat::schedule", "redbeat::pending", "redbeat::history"
@@ -142,7 +142,8 @@ def delete(redis: Redis) -> tuple[list[str], list[Any]]:
     redis.zadd(SCHEDULE, {"redbeat:e": 5})
     redis.zadd(PENDING, {"redbeat:e": 5})
     keys = [SCHEDULE, PENDING, "redbeat::quarantine", "redbeat::owners", "redbeat::parked:e", CHANGES, "redbeat:e"]
-    return keys, ["e", *AUTHOR, ""]
+    stored = [redis.hget("redbeat:e", name) or "" for name in ("definition", "policy", "written")]
+    return keys, ["e", *AUTHOR, json.dumps(stored)]
 
 
 def propose(redis: Redis, *, task_id: str = "id", found: str = "", at: str = "") -> tuple[list[str], list[Any]]:
@@ -352,6 +353,50 @@ def test_an_edit_is_stored_though_a_beat_has_claimed_the_entry_meanwhile(redis):
 
     assert json.loads(run(redis, keys, args)) == [True]
     assert redis.hget("redbeat:e", "meta") == "claimed"
+
+
+def put(schedule: Schedule) -> None:
+    schedule.upsert("e", f"{APP}.plain", 3600, args=["e"])
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        pytest.param(lambda entries: entries.delete("e"), put, id="delete and add"),
+        pytest.param(lambda entries: entries.pause("e"), lambda entries: entries.resume("e"), id="pause and resume"),
+        pytest.param(
+            lambda entries: entries.pause_many(tag="t"),
+            lambda entries: entries.resume_many(tag="t"),
+            id="pause and resume many",
+        ),
+        pytest.param(
+            lambda entries: entries.upsert("e", f"{APP}.plain", 60, args=["other"]), put, id="edit and edit back"
+        ),
+        pytest.param(
+            lambda entries: entries.trigger("e"), lambda entries: entries.delete("e"), id="trigger and delete"
+        ),
+    ],
+)
+def test_a_copy_of_a_call_that_is_late_undoes_nothing(bench, redis, monkeypatch, first, then):
+    """A network holds the first request back; the client repeats it, and others change the entry since then."""
+    put(bench.schedule)
+    calls = list[tuple[Script, Any, Any]]()
+    run = Script.__call__
+
+    def noting(called: Script, client: Redis, keys: Any, args: Any) -> Any:
+        calls.append((called, keys, args))
+        return run(called, client, keys, args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Script, "__call__", noting)
+        first(bench.schedule)
+    then(bench.schedule)
+    before = contents(redis)
+
+    for called, keys, args in calls:
+        run(called, redis, keys, args)
+
+    assert contents(redis) == before
 
 
 # ---------------------------------------------------------------- a connection that ends before the reply

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
+import pytest
 from celery.schedules import schedule
 
 from singlebeat import Entry, Schedule, clocked
 from tests.support import APP, wait_until
+from tests.system.apps import make_app
 
 BEAT = ("beat", "-S", "singlebeat.Scheduler")
 
@@ -46,6 +48,21 @@ def test_plain_entries_of_one_call_run_and_singletons_name_the_other(celery, app
     assert explained.wait(60) == 0
     assert f"was skipped: an equal call by entry {sent} was not over (held by task {single.id}, " in explained.text
     assert f", of entry {sent})." in explained.text
+
+
+@pytest.mark.parametrize("task", ["single", "in_turn"])
+def test_a_call_that_waits_for_longer_than_its_lock_lasts_runs(celery, server, app, redis, task):
+    """Newer calls acquire the lock meanwhile. In a long queue, none would run if each were dropped for a newer one."""
+    with make_app(server.celery_url, {"singlebeat_queued_ttl": 0.2}) as impatient:
+        first = impatient.tasks[f"{APP}.{task}"].delay("late")
+        wait_until(lambda: not [*redis.scan_iter("SINGLETONLOCK_*", _type="HASH")], what="the end of its lock")
+    second = app.tasks[f"{APP}.{task}"].delay("late")
+    assert not second.is_duplicate
+
+    celery("worker", "-c", "1").ready()
+
+    for call in (first, second):
+        assert app.AsyncResult(call.id).get(timeout=30) == "late"
 
 
 def test_a_one_off_runs_after_the_equal_run_that_it_meets(celery, app, oracle):

@@ -1,6 +1,7 @@
 --- delete: remove an entry with its places, its quarantine record and the copy that is kept of it, and record that.
 --
--- It uses permitted and record. A repetition finds nothing to remove, and returns 0.
+-- It uses permitted and record. A repetition finds nothing to remove, and returns 0. A copy of the call that is late leaves
+-- alone what was stored meanwhile.
 --
 -- KEYS[1]  schedule    zset: members by the time of their next occurrence (s)
 -- KEYS[2]  pending     zset: members with an occurrence that is claimed and not confirmed
@@ -13,21 +14,23 @@
 -- ARGV[2]  actor       as in record
 -- ARGV[3]  by          as in record
 -- ARGV[4]  limit       as in record
--- ARGV[5]  found       JSON: definition and policy as the caller has read them; empty: delete it as it is
+-- ARGV[5]  found       JSON: definition, policy and written as the caller has read them, empty strings if absent
 --
 -- returns  1 if there was anything to remove, 0 if not, -1 if another process has changed the entry since it was read; an
 --          error if the server refuses a command, and nothing was written
 
 local schedule, pending, quarantine, owners = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local parked, changes, entry, name = KEYS[5], KEYS[6], KEYS[7], ARGV[1]
-local stored = redis.pcall("HMGET", entry, "definition", "policy", "meta", "since", "pending", "sent")
+local stored = redis.pcall("HMGET", entry, "definition", "policy", "meta", "since", "pending", "sent",
+  "written")
 local is_entry = false
 for i = 1, 6 do
   is_entry = is_entry or (stored[i] or "") ~= ""
 end
 
-local found = ARGV[5] ~= "" and cjson.decode(ARGV[5])
-if found and stored[1] and (found[1] ~= stored[1] or found[2] ~= (stored[2] or "")) then
+local found = cjson.decode(ARGV[5])
+local is_same = found[1] == stored[1] and found[2] == (stored[2] or "") and found[3] == (stored[7] or "")
+if stored[1] and not is_same then
   return -1
 end
 local refused = permitted({schedule, quarantine, entry}, {"ZREM", "HDEL", "DEL"})

@@ -28,7 +28,7 @@ from .fields import read_fields
 from .options import check_encoding
 from .permission import check_allowed
 from .policy import EntryPolicy, PolicyOptions
-from .save import save_entries
+from .save import ATTEMPTS, save_entries
 from .timetable import PARKED, Timetable, is_listed_as_disabled, listed_policy, zone_of
 
 if TYPE_CHECKING:
@@ -384,17 +384,21 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         """
         keys, self.version, client = Keys.of(self.app), None, schedule_client(self.app)
         key = keys.named(self.name)
-        # Checked first: the client repeats the deletion if its reply is lost, and then finds nothing.
-        fields = read_fields(client, [key])[0]
-        is_entry = not isinstance(fields, str) and any(fields)
-        if not is_entry or not fields[0]:
-            keys.check_other(self.name)
-        was_there = is_entry or any(score is not None for score in client.zmscore(keys.schedule, [self.key, self.name]))
         touched = [keys.schedule, keys.pending, keys.quarantine, keys.owners, keys.parked(self.name), keys.changes, key]
-        removed = DELETE(client, touched, (self.name, *author, packed((found,))[1:-1] if found is not None else ""))
-        if removed < 0:
-            raise ConflictError(f"another process has changed the entry {self.name!r}: read it again")
-        return bool(removed) or was_there
+        for _ in range(ATTEMPTS):
+            # Checked first: the client repeats the deletion if its reply is lost, and then finds nothing.
+            fields = read_fields(client, [key], "written")[0]
+            is_entry = not isinstance(fields, str) and any(fields[:-1])
+            stored = (fields[0] or "", fields[2] or "", fields[-1] or "") if is_entry else ("", "", "")
+            if not stored[0]:
+                keys.check_other(self.name)
+            elif found is not None and found != stored[:2]:
+                break
+            scores = client.zmscore(keys.schedule, [self.key, self.name])
+            removed = DELETE(client, touched, (self.name, *author, packed(stored)))
+            if removed >= 0:
+                return bool(removed) or is_entry or any(score is not None for score in scores)
+        raise ConflictError(f"another process has changed the entry {self.name!r}: read it again")
 
     def reschedule(self, last_run_at: datetime | None = None) -> None:
         """Count the next time of the entry from another moment, by default from now."""

@@ -1,7 +1,7 @@
 --- save: store entries, each unless another program has changed the fields to be stored since we read them.
 --
 -- A repetition of the call, after its reply was lost, returns true again and writes nothing, even if a beat has claimed
--- the entry meanwhile.
+-- the entry meanwhile, or others have stored it: a copy of the call may be late.
 --
 -- It uses fenced, permitted and record: each change of a definition or a policy is recorded. A change of meta, since or the score is none.
 --
@@ -10,8 +10,8 @@
 -- KEYS[3]     changes   stream: as in record
 -- KEYS[4]     lost      string: what the server has lost, for operators; removed when a program adds an entry
 -- KEYS[5]     pending   zset: keys of entries with an occurrence that is claimed and not confirmed, by next try (s)
--- KEYS[6...]  entries   hashes: definition, meta, policy, since; written: id of the call that wrote last; pending,
---                       backfill and asked as in propose
+-- KEYS[6...]  entries   hashes: definition, meta, policy, since; written: ids of the last calls that wrote;
+--                       pending, backfill and asked as in propose
 -- ARGV[1]     token     of our term, as in fenced
 -- ARGV[2]     actor     as in record
 -- ARGV[3]     by        as in record
@@ -58,7 +58,8 @@ local function save(entry, member, name, found, fields, score, unsent)
   if stored.err then
     return false
   end
-  if stored[5] == id then
+  local written = stored[5] or ""
+  if string.find(" " .. written .. " ", " " .. id .. " ", 1, true) then
     return true  -- by this call: its reply was lost
   end
   for i in ipairs(names) do
@@ -82,7 +83,8 @@ local function save(entry, member, name, found, fields, score, unsent)
   if not stored[1] and unsent then
     give_back(entry, member, unpack(unsent))
   end
-  redis.call("HSET", entry, "written", id)
+  -- More than are written while a client repeats a call, or a network holds a copy of it back.
+  redis.call("HSET", entry, "written", string.sub(id .. " " .. written, 1, 1000))
   if score ~= "" then
     redis.call("ZADD", schedule, score, member)
   end
