@@ -215,6 +215,22 @@ def test_buffer_one_runs_once_more_with_the_latest_arguments(stage, call, name):
     stage.free(lock, behind_key(lock))
 
 
+def test_the_latest_arguments_run_though_their_message_has_lost_its_lock(stage, name):
+    """It meets a run that holds the lock, and waits: no other call has its arguments."""
+    task, lock = stage.task("buffer_one"), stage.lock("buffer_one", name)
+    latest = task.apply_async((name, 2), queue=name)
+    stage.redis.delete(lock)  # as at its end
+    first = task.apply_async((name, 1))
+    stage.oracle.wait_started(1, name)
+
+    stage.consume(name)
+    stage.postponed(latest.id, 1)
+
+    stage.oracle.let_go(name, 2)
+    assert [call.get(timeout=PATIENCE) for call in (first, latest)] == [1, 2]
+    stage.over(name, [first.id, latest.id])
+
+
 @pytest.mark.parametrize("overlap", ["buffer_one", "cancel_other"])
 def test_the_last_run_is_never_that_of_an_older_call(stage, name, overlap):
     task = stage.task(overlap)
