@@ -207,11 +207,18 @@ class _Releasing:
     its own, and be told that a lock is free.
     """
 
+    def get_connection(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Lend a connection for a call."""
+        connection = super().get_connection(*args, **kwargs)  # type: ignore[misc]
+        connection.handled = sys.exception()  # the call may be made while another error is handled
+        return connection
+
     def release(self: Any, connection: Any) -> None:
         """Take a connection back."""
+        error, handled = sys.exception(), getattr(connection, "handled", None)
+        connection.handled = None
         # An error of redis-py means that the whole reply was read, or that the connection has ended already.
-        interruption = sys.exception()
-        if interruption is not None and not isinstance(interruption, RedisError):
+        if error is not None and error is not handled and not isinstance(error, RedisError):
             connection.disconnect()
         super().release(connection)  # type: ignore[misc]
 
