@@ -333,10 +333,14 @@ def may_yet_start(lock: Waiting, config: Config) -> str:
     patience, delay = config.singlebeat_lost_after or PAUSE, lock.delay or 0.0
     # Without its countdown or eta, as in records of older versions, only the lifetime of the lock tells of one.
     left = lock.left if lock.delay is None else 0.0
-    if lock.renewed is not None and lock.renewed < max(config.singlebeat_lock_lease, ASKED_AGAIN):
+    lives_for = max(config.singlebeat_lock_lease, ASKED_AGAIN)
+    if lock.renewed is not None and lock.renewed < lives_for:
         if not lock.worker:
             return f"its message asked for the lock {lock.renewed:.0f} s ago, and asks again"
-        return f"worker {lock.worker} had its message {lock.renewed:.0f} s ago, when it renewed the lock"
+        return (
+            f"worker {lock.worker} had its message {lock.renewed:.0f} s ago, when it renewed the lock; if that worker has "
+            f"died, its message counts as late in {lives_for - lock.renewed:.0f} s"
+        )
     if lock.is_ahead:
         if delay or left > config.singlebeat_queued_ttl + AHEAD_FROM:
             return "its countdown or eta may not be over"

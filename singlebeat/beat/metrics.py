@@ -189,7 +189,7 @@ class BeatMetrics:
             except RedisError as exc:
                 return self._verdict(schedule_error(self.app, exc))
             # A server that refuses writes may still let the leader renew its lease, and lets tools read the leader.
-            return self._verdict(ticks_refusal(self.app, client=self._client) or state.problem())
+            return self._verdict(ticks_refusal(self.app, client=self._client) or state.problem() or state.unsent)
         return Answer.of("/metrics, /healthz or /readyz", 404)
 
     def progress(self) -> None:

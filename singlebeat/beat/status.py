@@ -278,9 +278,17 @@ class ScheduleStatus:
         """How many entries and pending occurrences are late, and by how much, in words; empty if none is."""
         late = self.overdue or (self.due if self.entry_lag else 0)
         entries = replace(self, overdue=late).overdue_entries if late else ""
+        return "; ".join(filter(None, (entries, self._unsent if self.pending_lag else "")))
+
+    @property
+    def _unsent(self) -> str:
         pending = counted(self.pending, "occurrence is", "occurrences are")
-        pending = f"{pending} claimed and not sent, the first is late by {self.pending_lag:.0f} s"
-        return "; ".join(filter(None, (entries, pending if self.pending_lag else "")))
+        return f"{pending} claimed and not sent, the first is late by {self.pending_lag:.0f} s"
+
+    @property
+    def unsent(self) -> str:
+        """How many occurrences are claimed and not sent, in words; empty if none is late by more than ``MAX_LAG``."""
+        return self._unsent if self.pending_lag > MAX_LAG else ""
 
     def has_beat_of(self, owner: str) -> bool:
         """Return whether a beat of an app leads, stands by or works.
@@ -458,9 +466,9 @@ def _in_words(lost: str, key: str) -> str:
     at, _, why = lost.partition(" ")
     return (
         f"the server has lost the schedule, or its last changes, as a beat noticed at {at}: {why}. Entries of "
-        "beat_schedule are back, without their pauses. Import the other entries from an export (celery singlebeat "
-        "import --from-now FILE; without --from-now they run for times since the export, even if they have run then), "
-        f"and pause again those that were paused. If none is missing, DEL {shlex.quote(key)} removes this note"
+        "beat_schedule are back, perhaps without their pauses. Import the other entries from an export (celery "
+        "singlebeat import --from-now FILE; without --from-now they run for times since the export, even if they have "
+        f"run then), and pause again those that were paused. If none is missing, DEL {shlex.quote(key)} removes this note"
     )
 
 

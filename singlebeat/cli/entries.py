@@ -182,7 +182,7 @@ def list_(
     if warning:
         begins = "NEXT and STATE hold for singlebeat, but " if state_of_all.redbeat_leads else ""
         click.echo(marked(f"{begins}{warning}", "warning"))
-    _show_warnings(map(str, state_of_all.pauses))
+    _show_warnings(filter(None, (state_of_all.lost and f"lost: {state_of_all.lost}", *map(str, state_of_all.pauses))))
     if state == State.PAUSED:
         _show_warnings(_pauses(entries, [entry for _, entry in rows.values() if entry.policy.paused]))
     for name, record in quarantine.items():

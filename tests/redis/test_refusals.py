@@ -70,12 +70,14 @@ def away(server, redis, bench_on) -> Bench:
     return bench
 
 
-def test_a_run_that_is_claimed_and_cannot_be_sent_is_late(away, cli):
+def test_a_run_that_is_claimed_and_cannot_be_sent_is_late(away, cli, probe):
     """However rare its entry is: the next time of the entry lies ahead, or there is none."""
     state = ScheduleStatus.of(away.app)
     assert (state.overdue, state.lag) == (0, pytest.approx(90, abs=30))
     said = cli("health", code=1, app=away.app).output
     assert re.search(r"2 occurrences are claimed and not sent, the first is late by \d+ s", said)
+    code, probed = probe(app=away.app)
+    assert (code, probed.startswith("2 occurrences are claimed and not sent, the first is late by ")) == (503, True)
     cli("health", "--max-lag", "1000", app=away.app)
     assert re.search(r"pending +2, the first late by \d+ s, claimed", cli("status", app=away.app).output)
     assert re.search(r"problem +beat: 2 occurrences are claimed", cli("doctor", code=1, app=away.app).output)
@@ -1073,6 +1075,7 @@ def test_the_doctor_tells_which_changes_a_snapshot_has_lost(cli, findings, bench
     assert says not in str(before)
     assert [level for level, text in findings("schedule") if says in text] == ["warning"]
     assert says in cli("explain", "late", code=1).output
+    assert "lost: the server has lost the schedule, or its last changes, as a beat noticed at " in cli("list").output
 
 
 def test_an_error_and_its_advice_are_two_sentences():

@@ -50,7 +50,8 @@ def reason(**fields: Any) -> str:
         pytest.param({"ttl": "0.5", **SENT}, "", id="one that is known to be sent"),
         pytest.param(
             {"worker": "w", "renewed": str(NOW - 9_000)},
-            "worker w had its message 9 s ago, when it renewed the lock",
+            "worker w had its message 9 s ago, when it renewed the lock; if that worker has died, its message counts "
+            "as late in 21 s",
             id="taken",
         ),
         pytest.param({"worker": "w", "renewed": str(NOW - 31_000)}, "", id="taken by a worker that is gone"),
