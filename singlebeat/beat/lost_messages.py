@@ -338,8 +338,8 @@ def may_yet_start(lock: Waiting, config: Config) -> str:
         if not lock.worker:
             return f"its message asked for the lock {lock.renewed:.0f} s ago, and asks again"
         return (
-            f"worker {lock.worker} had its message {lock.renewed:.0f} s ago, when it renewed the lock; if that worker has "
-            f"died, its message counts as late in {lives_for - lock.renewed:.0f} s"
+            f"worker {lock.worker} had its message {lock.renewed:.0f} s ago, when it renewed the lock; if that worker "
+            f"has died, its message counts as late in {lives_for - lock.renewed:.0f} s"
         )
     if lock.is_ahead:
         if delay or left > config.singlebeat_queued_ttl + AHEAD_FROM:

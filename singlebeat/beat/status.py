@@ -468,7 +468,8 @@ def _in_words(lost: str, key: str) -> str:
         f"the server has lost the schedule, or its last changes, as a beat noticed at {at}: {why}. Entries of "
         "beat_schedule are back, perhaps without their pauses. Import the other entries from an export (celery "
         "singlebeat import --from-now FILE; without --from-now they run for times since the export, even if they have "
-        f"run then), and pause again those that were paused. If none is missing, DEL {shlex.quote(key)} removes this note"
+        "run then), and pause again those that were paused. If none is missing, DEL "
+        f"{shlex.quote(key)} removes this note"
     )
 
 
