@@ -25,6 +25,7 @@ from ..locks import backend_of, new_backend
 from ..locks.acquire import UNSENT_TTL
 from ..locks.base import LONGEST_WAIT, RUN_HEADER, BaseBackend, Ref, read_generation
 from ..locks.key import behind_key, is_turn_key, suspects_key
+from ..locks.redis import RETIRED
 from ..log import Log, without_passwords
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, record_end_of_message
 from .delivery import Delivery, Reader
@@ -301,9 +302,10 @@ def _examine_once(app: Celery, locks: Sequence[Waiting], backend: BaseBackend, a
         announced = _announced(app, backend)
         lately = answers.lately(min(SEEN_FOR, config.singlebeat_lost_after or SEEN_FOR))
         expected = _living(announced, config) | (lately - announced.keys())
+        leaving = _living({worker: age - RETIRED for worker, age in announced.items() if age >= RETIRED}, config)
         try:
             with _Broker.reached(app) as broker:
-                yield from list(_ask(app, rest, broker, expected, answers))
+                yield from list(_ask(app, rest, broker, expected, leaving, answers))
         except Exception as exc:  # a transport may raise anything
             log.debug("the broker cannot be asked for lost messages", event="not_asked", reason=exc)
             why = f"the broker cannot be asked for its message: {without_passwords(str(exc)).rstrip('.')}"
@@ -390,12 +392,13 @@ def _read_ends(app: Celery, locks: Sequence[Waiting]) -> Mapping[Ref, str]:
 
 
 def _ask(
-    app: Celery, locks: Sequence[Waiting], broker: _Broker, expected: Set[str], answers: Answers
+    app: Celery, locks: Sequence[Waiting], broker: _Broker, expected: Set[str], leaving: Set[str], answers: Answers
 ) -> Iterator[Found]:
     """Ask the queues, and then the workers: a message that leaves its queue in between reaches a worker.
 
     Args:
         expected: the workers that seem to live; all of them must answer.
+        leaving: the workers that shut down: they do not answer, and may still have messages.
     """
     stays = dict[Ref, _Stays | None]()
     for lock in locks:
@@ -417,7 +420,7 @@ def _ask(
         replies = broker.ask("query_task", ids=[lock.ref.task_id for lock in open_])
         answers.note(replies)
         silent = sorted(expected - replies.keys())
-        stays |= {lock.ref: _who_may_have(lock, replies, silent) for lock in open_}
+        stays |= {lock.ref: _who_may_have(lock, replies, silent, leaving) for lock in open_}
     for lock in locks:
         where = f"its queue {lock.queue}" if lock.queue else "any known queue"
         gone = f"no worker that answers has its message, and it is not in {where}"
@@ -425,13 +428,16 @@ def _ask(
         yield Found(lock, "", *why) if why else Found(lock, MESSAGE_LOST, gone)
 
 
-def _who_may_have(lock: Waiting, known: Mapping[str, Any], silent: Sequence[str]) -> _Stays | None:
+def _who_may_have(lock: Waiting, known: Mapping[str, Any], silent: Sequence[str], leaving: Set[str]) -> _Stays | None:
     """Return which worker has the message of a lock, or may have it; None if none has it.
 
     Args:
         known: the answers, by worker: the messages that it has.
         silent: the workers that seem to live, and do not answer.
+        leaving: the workers that shut down.
     """
+    if lock.worker in leaving - known.keys():
+        return _Stays(f"worker {lock.worker} had its message, and shuts down: it gives the message back at its end")
     if has := next((worker for worker, reply in known.items() if lock.ref.task_id in (reply or {})), ""):
         return _Stays(f"worker {has} has its message")
     if not known:

@@ -255,10 +255,16 @@ def silent_workers(app: Celery, workers: Workers) -> Sequence[str]:
     return ()
 
 
+def leaving_workers(app: Celery) -> Sequence[str]:
+    """Return the workers that shut down, and have not ended yet."""
+    lease = Config.of(app).singlebeat_lock_lease
+    return sorted(worker for worker, age in last_seen(app).items() if RETIRED <= age < RETIRED + lease)
+
+
 def last_seen(app: Celery) -> Mapping[str, float]:
     """Return the workers with singlebeat that the locks' server saw in the last day, with the seconds since then.
 
-    To those of a worker that has ended, ``RETIRED`` is added.
+    To those of a worker that shuts down, or has ended, ``RETIRED`` is added.
     """
     with suppress(SinglebeatError):  # another part reports an error of the locks' server
         return {each.partition(" ")[0]: age for each, age in backend_of(app).workers().items()}

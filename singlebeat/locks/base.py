@@ -461,7 +461,7 @@ class BaseBackend(ABC):
         """Return whether such a worker was seen recently."""
 
     def retire(self, worker: str) -> None:  # noqa: B027 - a backend need not implement it
-        """Record that a worker takes no further messages."""
+        """Record that a worker lives and takes no further messages."""
 
     def workers(self) -> Mapping[str, float]:
         """Return the workers that were announced, and the seconds since then; empty if the backend keeps none."""

@@ -36,7 +36,7 @@ SCAN_COUNT = 500
 #: Seconds for which a suspicion is kept that the message of a lock is lost.
 SUSPECTED_FOR = 600.0
 
-#: Age in seconds that the entry of a retired worker is set to: longer than a lease, at most a day.
+#: Age in seconds that is added to that of a worker which shuts down, or has ended: longer than a lease, at most a day.
 RETIRED = 12 * 3600
 
 #: Fields of a lock's record that are shown to people. Every record, and no other hash, has all of the first three.
@@ -292,7 +292,7 @@ class RedisBackend(BaseBackend):
             return bool(self.redis.exists(WORKERS_KEY))
 
     def retire(self, worker: str) -> None:
-        """Record that a worker takes no further messages; it still counts as seen."""
+        """Record that a worker lives and takes no further messages; it still counts as seen."""
         with self._reaching():
             seconds, _ = self.redis.time()
             self.redis.zadd(WORKERS_KEY, {worker: seconds - RETIRED}, xx=True)

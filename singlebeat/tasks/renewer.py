@@ -98,7 +98,7 @@ class Renewer:
         self._wake: SimpleQueue[SimpleQueue[None] | None] = SimpleQueue()
         self._later: list[_End] = []
         self._gate_closed_until = 0.0
-        self._started = False
+        self._started = self._is_retired = False
         self.timer: Timer = None  #: of the worker's event loop, where messages may be acknowledged; None without worker
         self.failing = False  #: whether the locks' server is unreachable or refuses, and no retry has succeeded yet
 
@@ -110,15 +110,15 @@ class Renewer:
 
     def serve(self, worker: str, *, name: str) -> None:
         """Start for a worker: write its name into the locks that it renews, and announce the worker until it stops."""
-        self.backend.worker, self.name = worker, name
+        self.backend.worker, self.name, self._is_retired = worker, name, False
         self.start()
 
     def retire(self) -> None:
-        """Stop announcing the worker, which takes no more messages; still renew the locks of its running tasks."""
-        self.name, retired = "", self.name
-        if retired and self.answers():
+        """Announce that the worker takes no more messages; still renew the locks of its running tasks."""
+        self._is_retired = True
+        if self.name and self.answers():
             try:
-                self.gate.retire(retired)
+                self.gate.retire(self.name)
             except LockBackendError:
                 self.note_failure()
 
@@ -292,8 +292,10 @@ class Renewer:
                     self._finished.put(_End(time.monotonic(), request.ticket, False))
 
     def _announce(self) -> None:
-        if name := self.name:
-            self.backend.announce(name, ttl=ANNOUNCED_FOR)
+        if self.name and self._is_retired:  # it has messages that it gives back only when its last tasks have ended
+            self.backend.retire(self.name)
+        elif self.name:
+            self.backend.announce(self.name, ttl=ANNOUNCED_FOR)
 
     def _living(self) -> list[Request]:
         # valuerefs() copies in one step: requests come and go in other threads meanwhile.

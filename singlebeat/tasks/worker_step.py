@@ -79,7 +79,7 @@ class WorkerLockStep(bootsteps.StartStopStep):  # type: ignore[misc]
         for ended in UNSEEN_ENDS:
             ended.disconnect(dispatch_uid=id(self))
         if self.renewer is not None:
-            self.renewer.retire()  # the consumer has stopped: messages that do not run are back at the broker
+            self.renewer.retire()
             self.renewer.flush()
             flush_ends(parent.app)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import pytest
 from celery.schedules import schedule
 
 from singlebeat import Entry, Schedule
-from singlebeat.beat.lost_messages import MOST, Found, LostMessages, Waiting, examine
+from singlebeat.beat.lost_messages import MOST, Found, LostMessages, Waiting, examine, may_yet_start
 from singlebeat.beat.store.history import Record
+from singlebeat.config import Config
 from singlebeat.locks import backend_of, worker_name
 from singlebeat.locks.base import Ref
 from singlebeat.locks.key import suspects_key
@@ -292,6 +294,39 @@ def test_a_call_goes_on_after_its_message_was_lost(celery, server, oracle, redis
 
         beat.wait_for(rf"event=message_lost task={APP}.single id={first.id}")
         assert again.get(timeout=60) == "one"
+
+
+def test_the_messages_of_a_worker_that_shuts_down_are_never_called_lost(celery, server, oracle, ask):
+    """It does not answer, and gives them back only when its last task has ended."""
+    conf = {"singlebeat_lock_lease": 3}
+    old = celery("worker", "-c", "1", conf=conf).ready()
+    with make_app(server.celery_url, {"singlebeat_lost_after": 0.5, **conf}) as app:
+        single, backend = app.tasks[f"{APP}.single"], backend_of(app)
+        single.delay("first", seconds=300)
+        oracle.wait_started(1, "first")
+        second = single.delay("second")
+        key = single.generate_lock(single.name, ["second"])
+
+        def record() -> Waiting:
+            return Waiting.of(*backend.read([key])[0])
+
+        wait_until(lambda: record().worker, timeout=30, what="the worker to renew the lock of its message")
+        old.send(signal.SIGTERM)
+        old.wait_for("Warm shutdown")
+        celery("worker", "-c", "1", conf=conf).ready()
+        wait_until(lambda: not may_yet_start(record(), Config.of(app)), timeout=60, what="a message that is late")
+
+        assert not LostMessages(app).search(backend, [key])
+        (found,) = examine(app, [record()])
+        assert found.reason == (
+            f"worker {record().worker} had its message, and shuts down: it gives the message back at its end"
+        )
+        ask("doctor", until="workers: shutting down: ")
+
+        oracle.let_go("first")
+        assert old.wait(60) == 0
+        assert second.get(timeout=60) == "second"
+        assert oracle.started("second") == 1
 
 
 def test_a_call_that_its_worker_holds_back_is_never_called_lost(celery, server, redis):

@@ -21,7 +21,7 @@ from ...errors import ConfigError, LockBackendError, SinglebeatError
 from ...locks.modes import LockMode, is_singleton, overlap_for
 from ...overlap import Overlap
 from ..locks import every
-from ..workers import NoQuestionsError, Workers, ahead_of_server, silent_workers, unheard
+from ..workers import NoQuestionsError, Workers, ahead_of_server, leaving_workers, silent_workers, unheard
 from .finding import MOST_NAMED, Finding, Read, of_locks
 
 if TYPE_CHECKING:
@@ -63,6 +63,12 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
         return
     known = frozenset().union(*workers.known_tasks.values())
     yield Finding("fine", "workers", f"{len(workers.known_tasks)} answer")
+    if wrong is None and (leaving := listed(leaving_workers(app))):
+        text = (
+            f"shutting down: {leaving}. Such a worker ends its last tasks, answers no question, and gives back at its "
+            "end the messages that it has not started"
+        )
+        yield Finding("warning", "workers", text)
     without = sorted(worker for worker, found in workers.versions.items() if not found)
     if without and wrong is None and schedule.workers_seen:
         queues = frozenset().union(*(reader.queues for name, reader in workers.readers.items() if name in without))
