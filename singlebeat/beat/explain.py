@@ -243,7 +243,7 @@ def _leadership(facts: Facts) -> Iterator[str]:
     elif facts.state.leader_silent:
         yield f"{_sentence(facts.state.leader_silent)}."
     elif facts.state.overdue:
-        see = "" if facts.broker_away else f" {SEE_LOG}."  # the broker may be why
+        see = "" if facts.broker_away or facts.locks_away else f" {SEE_LOG}."  # that server may be why
         yield f"Beat is behind: {facts.state.overdue_entries}.{see}"
     if facts.state.lost:
         yield _sentence(facts.state.lost)
@@ -318,7 +318,8 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
             how = f": {record.reason}" if record.decision == "dispatched" and record.reason else ""
             yield f"The run for {when} was sent{_recorded_at(facts, record, record.at)} as task {record.task_id}{how}."
             if record.decision == "buffered":
-                yield f"It met an equal call and had to wait for its turn: it {record.reason}."
+                waited = record.reason.replace("waits for", "waited for", 1)
+                yield f"It met an equal call and had to wait for its turn: it {waited}."
             if record.kind == "catch_up":
                 is_only = facts.entry is not None and comes_once(facts.entry.schedule)
                 yield f"It was sent late{'' if is_only else ', and stands for all times that passed before it'}."

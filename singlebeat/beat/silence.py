@@ -36,7 +36,8 @@ _FAILED = {
 
 #: The words for several runs that are no failures, though Celery reports failures.
 _NOT_STORED = (
-    "returned, and the result backend stored no result of them (does the user of the worker lack a command there?)"
+    "returned, and the result backend stored no result of them (is it down, or lacks the user of the worker a command "
+    "there?)"
 )
 
 #: Least number of runs in a row that must have failed, and of occurrences in a row that must have been skipped.

@@ -12,7 +12,7 @@ import click
 from ..beat.explain import explain
 from ..beat.keys import Keys
 from ..beat.schedule import Schedule
-from ..beat.status import ScheduleStatus
+from ..beat.status import REDBEAT_LEADS, ScheduleStatus
 from ..beat.store.probe import HISTORY, schedule_refusal
 from ..connections import schedule_client, schedule_place
 from ..diagnosis.facts import facts_of, read_entry, with_pauses
@@ -45,6 +45,9 @@ def history_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
     if refused := schedule_refusal(app, needs=HISTORY):
         text = f"runs may be missing here: the schedule's server {schedule_place(app)}: {refused}"
         click.echo(marked(text, "problem"), err=True)
+    if (state := ScheduleStatus.of(app, names=False)).redbeat_leads or state.unsent:
+        text = REDBEAT_LEADS if state.redbeat_leads else state.unsent
+        click.echo(marked(f"runs may be missing here: {text}", "warning"), err=True)
     if as_json:
         show_json([asdict(record) for record in records])
         return

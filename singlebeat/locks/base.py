@@ -395,6 +395,7 @@ class BaseBackend(ABC):
         expiry: float | None = None,
         entry: str = "",
         note: str = "",
+        joinable: bool = False,
     ) -> Holder:
         """Try to start a run: with STARTED it runs; with COPY, STALE, DONE, REPLACED or HELD it must not start.
 
@@ -407,6 +408,7 @@ class BaseBackend(ABC):
             remember_for: seconds for which the end of a run is remembered.
             entry: name of the schedule's entry that sent the message, for people; empty: a program sent it.
             note: for the search for lost messages, if the message held no lock; empty: none.
+            joinable: calls with other arguments may join the message.
         """
 
     @abstractmethod

@@ -23,7 +23,8 @@
 -- ARGV[11] waits_since  the server's time (ms) since which the message waits, as an earlier reply gave it; 0: not known
 -- ARGV[12] note       for the field "sent" of a lock that the message did not hold, as in acquire; empty: none
 -- ARGV[13] acquired   1: the message acquired this lock when it was sent; 0: it did not, or that is not known
--- ARGV[14] deadline   the server's time (ms) after which no caller waits for the reply
+-- ARGV[14] joinable   1: calls with other arguments may join the message; 0: it runs with its own
+-- ARGV[15] deadline   the server's time (ms) after which no caller waits for the reply
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms), payload, entry}; if held, also {time since
 --          which the message waits (ms), ms since which the holder is in its state: 0 unless the message has the turn}
@@ -45,7 +46,8 @@
 --
 -- A message may wait for longer than its lock lasts. If a newer call has acquired the lock since, and has not started,
 -- the older one takes the lock: in a long queue, each would else be dropped for a newer one, and none would run. The
--- newer one may start later. If calls with later arguments have joined it, the older one runs with these in its place.
+-- newer one may start later. If calls with later arguments have joined it, an older one that is joinable runs with these in
+-- its place, and any other leaves the lock alone.
 
 local lock, done, queued, behind, turn = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local id, gen, nonce, lease = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
@@ -58,7 +60,7 @@ local PATIENCE = 30000 -- ms that a call may wait until no newer one overtakes i
 local time = redis.call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
-if now > tonumber(ARGV[14]) then
+if now > tonumber(ARGV[15]) then
   return {"late", "", "", string.format("%.0f", now), "0", 0, "", ""}
 end
 
@@ -147,7 +149,9 @@ local function held(by)
   return answer
 end
 
-local newer = holder ~= id and has_acquired and state == "queued" and not record[6] and record[12] ~= "replace" and holder
+local has_started = state ~= "queued" or record[6] -- a fence
+local fits = record[12] ~= "replace" and ((record[10] or "") == "" or ARGV[14] == "1")
+local newer = holder ~= id and has_acquired and not has_started and fits and holder
 if newer then
   holder, record[5] = false, false -- the rest is as with a free lock
 end

@@ -153,6 +153,7 @@ class MemoryBackend(BaseBackend):
         expiry: float | None = None,
         entry: str = "",
         note: str = "",
+        joinable: bool = False,
     ) -> Holder:
         """Start a run, or return the verdict that forbids the start."""
         with self._mutex:
@@ -179,7 +180,8 @@ class MemoryBackend(BaseBackend):
                 is_first = turn_ttl > 0 and waits_since > 0 and since <= place.taken
             other_waits = place is not None and not is_behind and bool(place.if_held)
             newer = record if queued == ref.key and record and record.task_id != ref.task_id else None
-            if newer and newer.state == "queued" and not newer.fence and newer.if_held is not IfHeld.REPLACE:
+            fits = newer and newer.if_held is not IfHeld.REPLACE and (joinable or not newer.payload)
+            if newer and newer.state == "queued" and not newer.fence and fits:
                 record = None
             else:
                 newer = None

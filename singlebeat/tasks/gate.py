@@ -230,6 +230,7 @@ def _begin(task: Task, ticket: Ticket, request: Context) -> tuple[int, tuple[Arg
             expiry=task.effective_lock_expiry,
             entry=entry_of(vars(request)),
             note=note_of_broker(own_broker(task.app)),
+            joinable=ticket.joinable,
         )
     except LockBackendError as exc:
         policy = config.singleton_on_backend_error

@@ -221,6 +221,19 @@ def test_a_change_that_leaves_the_next_time_as_it_is_keeps_a_run_that_is_due(ben
     assert bench.names == ["e"]
 
 
+@pytest.mark.parametrize("change", [{"max_runs": 8}, {"max_runs": None}, {"max_runs": 8, "jitter": 9}], ids=str)
+def test_a_finished_entry_that_may_run_again_counts_from_now(bench, change):
+    bench.put(max_runs=7)
+    bench.tick()
+    assert bench.score() < 0, "it has run seven times"
+
+    bench.schedule.upsert("e", PLAIN, 3600, args=["e"], **change)
+    bench.tick()
+
+    assert bench.names == []
+    assert bench.score() > datetime.now(UTC).timestamp() + 3000
+
+
 def test_a_change_of_jitter_keeps_a_run_that_the_jitter_delays(bench):
     nominal = datetime.now(UTC).replace(microsecond=0)
     bench.put(ago=timedelta(hours=1, seconds=1), jitter=1800)

@@ -81,7 +81,7 @@ def acquire(draw: st.DrawFn) -> Ask:
 def begin(draw: st.DrawFn) -> Ask:
     ref, expiry, waits, waited = draw(runs), draw(expiries), draw(st.booleans()), draw(st.booleans())
     options = {"lease": LEASE, "remember_for": MEMORY, "task": "app.task", "arguments": "1, x=2", "expiry": expiry}
-    options["entry"] = entry_of(ref)
+    options["entry"], options["joinable"] = entry_of(ref), draw(st.booleans())
     queued, options["turn_ttl"] = behind_key(ref.key) if waited else ref.key, LEASE * waits
     since = options["waits_since"] = draw(st.sampled_from([0.0, 0.0, 1.0, 2.0]))
     return Ask("begin", lambda b: b.begin(ref, queued=queued, **options), ref, queued, waits, expiry, since)
@@ -293,17 +293,20 @@ def test_a_message_whose_lock_has_ended_runs_with_the_arguments_that_joined_a_ne
     take_after_the_end_of_a(backend, payload="two", if_held=IfHeld.JOIN)
     assert take(backend, "c", payload="three", if_held=IfHeld.JOIN).task_id == "b"
 
-    run = start(backend, RUN, queued=LOCK)
+    run = start(backend, RUN, queued=LOCK, joinable=True)
 
     assert (run.verdict, run.payload) == (Verdict.STARTED, "three")
     assert start(backend, B, queued=LOCK).verdict is Verdict.REPLACED
 
 
-@pytest.mark.parametrize("case", ["replaces", "runs", "retries", "is timed", "had no lock"])
+@pytest.mark.parametrize("case", ["replaces", "has arguments of others", "runs", "retries", "is timed", "had no lock"])
 def test_a_message_whose_lock_has_ended_leaves_other_holders_alone(backend, case):
-    """A newer call that replaces others, one that has started before, one that only time ends; and a call by name."""
+    """A newer call that replaces others, or that others have joined; one that has started; and a call by name."""
     options = {"replaces": {"if_held": IfHeld.REPLACE}, "is timed": {"state": "timed"}}
+    options["has arguments of others"] = {"payload": "two", "if_held": IfHeld.JOIN}
     take_after_the_end_of_a(backend, **options.get(case, {}))
+    if case == "has arguments of others":
+        take(backend, "c", payload="three", if_held=IfHeld.JOIN)
     if case in {"runs", "retries"}:
         start(backend, B, queued=LOCK)
     if case == "retries":

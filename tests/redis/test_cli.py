@@ -900,7 +900,7 @@ def test_an_entry_without_a_place_never_runs_and_is_named(cli, put, redis):
     redis.zadd("redbeat::schedule", {"bare": 0})  # the bare name is a place as well
     redis.hset("redbeat:no entry", "mine", "1")
     redis.hset("redbeat::parked:old", "definition", "{}")
-    why = "t has no place in redbeat::schedule: it never runs; to let it run at once and then as scheduled: "
+    why = "t has no place in redbeat::schedule: it never runs; to let it run at once, and then at its next times: "
     why += "ZADD redbeat::schedule 0 redbeat:gone"
 
     assert f"I{why}" in cli("explain", "gone").output.splitlines()

@@ -121,7 +121,7 @@ def test_a_waiting_run_is_named_in_log_history_and_explanation(bench, logged, ta
     (told,) = logged("buffered")
     assert (told["id"], told["holder"], told["reason"]) == (second["id"], first["id"], second["reason"])
     assert len(bench.messages) == 2
-    assert "It met an equal call and had to wait for its turn: it waits for task" in explained(bench)
+    assert "It met an equal call and had to wait for its turn: it waited for task" in explained(bench)
     assert bench.schedule.get("e").total_run_count == 9, "it is counted: it will run"
 
 

@@ -342,7 +342,7 @@ def test_a_waiting_run_is_explained_with_the_other_waiting_runs():
     ended = record(NOON - 4 * HOUR, end=End("success", "", "", 1.0, "w1", NOON))
     text = said(*waits, ended, running={"id3": "w1"})
 
-    assert "It met an equal call and had to wait for its turn: it waits for task x." in text
+    assert "It met an equal call and had to wait for its turn: it waited for task x." in text
     assert "It waits for its turn, as do 2 other runs of this entry, and has not started" in text
     assert "No end of it was recorded" not in text
     assert "as does 1 other run of this entry" in said(*waits[:2])

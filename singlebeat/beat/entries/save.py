@@ -261,8 +261,8 @@ def _keeps_next(stored: Entry | None, policy: EntryPolicy | None, entry: Entry, 
         stored: the entry before the change; None if it is unreadable.
         policy: of the entry before the change; None if it is unreadable.
     """
-    if stored is None or policy is None:
-        return False
+    if stored is None or policy is None or (policy.max_runs is not None and past.total_run_count >= policy.max_runs):
+        return False  # an entry that was finished had no next time
     before, after = replace(entry.timetable, schedule=stored.schedule, policy=policy), entry.timetable
     since = before.since(past.counts_from)
     if since is None:  # it has never run, and is due now

@@ -103,7 +103,8 @@ def _leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
     elif state.leader_silent and not schedule.refused:
         yield Finding("problem", "beat", state.leader_silent)
     elif state.overdue:
-        has_reason = schedule.refused or not schedule.broker_answers  # which is said elsewhere
+        # It is said elsewhere.
+        has_reason = schedule.refused or not schedule.broker_answers or schedule.locks_error or schedule.locks_refused
         see_log = "" if has_reason or not state.works else f". {SEE_LOG}"
         yield Finding("problem", "beat", f"{state.overdue_entries}{see_log}")
 
