@@ -561,9 +561,9 @@ class Schedule:
         """Let an entry have the definition and policy again that it had before a change; return the entry.
 
         So this undoes that change and all later ones, and is a change itself. An entry that was deleted, or has left
-        ``beat_schedule``, comes back with its past, and the times that have passed are not made up for; a run that was
-        claimed, and not sent, is sent, and an interrupted backfill can be continued. An entry that another program has
-        removed comes back as it was after its last change, by the id of that.
+        ``beat_schedule``, comes back with its past, and the times that have passed are not made up for. If that was its
+        last change, a run that was claimed, and not sent, is sent, and an interrupted backfill can be continued. An
+        entry that another program has removed comes back as it was after its last change, by the id of that.
 
         Args:
             to: id of the change.

@@ -235,7 +235,7 @@ def plan_call(
     wait, is_of_beat = call.ttl, RUN_HEADER in (options.get("headers") or {})
     otherwise: Ticket | None = None
     if task.lock == LockMode.UNTIL_EXECUTED:  # the usual one: no more is made than it needs
-        ticket = Ticket(task_id, key, key, waits=overlap is Overlap.BUFFER_ALL)
+        ticket = Ticket(task_id, key, key, waits=overlap is Overlap.BUFFER_ALL, replaceable=overlap in REPLACING)
         if must_be_sent:
             otherwise = Ticket(task_id, key, behind_key(key), waits=True)
         if overlap is Overlap.BUFFER_ONE:

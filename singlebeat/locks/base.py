@@ -208,6 +208,7 @@ class Ticket:
     queued: str = ""  #: key of the lock that the message holds while it is queued; may be the same; empty: none
     waits: bool = False  #: if the lock is held at its start, the message waits for its turn and is not skipped
     joinable: bool = False  #: calls with other arguments may join it; its lock has the latest arguments
+    replaceable: bool = False  #: newer calls take its place while it has not started
     waited: int = 0  #: how often the message has waited, counted up to ``MOST_WAITS``
     waits_since: float = 0.0  #: since when it waits by the locks' server, in seconds since 1970; 0 if unknown
     rejections: int = 0  #: how often it came back after a worker's rejection; part of the generation
@@ -233,6 +234,7 @@ class Ticket:
             queued=str(header.get("queued", header["key"])),
             waits=bool(header.get("waits")),
             joinable=bool(header.get("joinable")),
+            replaceable=bool(header.get("replaceable")),
             waited=max(0, min(_count(header.get("waited")), MOST_WAITS)),
             waits_since=max(0, min(_count(header.get("waits_since")), LATEST_MS)) / 1000,
             rejections=rejections,
@@ -250,11 +252,16 @@ class Ticket:
         """Return the value of the message header ``HEADER``."""
         header: dict[str, object] = {"id": self.task_id, "key": self.key, "nonce": self.nonce}
         header["serializer"] = self.serializer
-        header |= {"waits": self.waits, "joinable": self.joinable}
+        header |= {"waits": self.waits, "joinable": self.joinable, "replaceable": self.replaceable}
         header |= {"waited": self.waited, "rejections": self.rejections}
         header["waits_since"] = round(self.waits_since * 1000)
         header = {name: value for name, value in header.items() if value}
         return header if self.queued == self.key else {**header, "queued": self.queued}
+
+    @property
+    def overtakes(self) -> bool:
+        """Whether it takes its lock back from a newer call if the lock has ended while the message was queued."""
+        return self.queued == self.key and not self.joinable and not self.replaceable
 
     def delivered(self, nonce: str, *, serializer: str = "") -> Ticket:
         """Return the ticket of one delivery of the message."""
@@ -395,7 +402,7 @@ class BaseBackend(ABC):
         expiry: float | None = None,
         entry: str = "",
         note: str = "",
-        joinable: bool = False,
+        overtakes: bool = False,
     ) -> Holder:
         """Try to start a run: with STARTED it runs; with COPY, STALE, DONE, REPLACED or HELD it must not start.
 
@@ -408,7 +415,7 @@ class BaseBackend(ABC):
             remember_for: seconds for which the end of a run is remembered.
             entry: name of the schedule's entry that sent the message, for people; empty: a program sent it.
             note: for the search for lost messages, if the message held no lock; empty: none.
-            joinable: calls with other arguments may join the message.
+            overtakes: the message takes the lock from a newer call whose message no worker has.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 --- begin: start a run, or return the verdict that forbids the start.
 --
--- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, entry, since (ms), until (ms), payload, if_held, next;
---                     worker, renewed (ms) and sent, as in renew, of earlier deliveries
+-- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, entry, since (ms), until (ms), payload, next; worker,
+--                     renewed (ms) and sent, as in renew, of earlier deliveries
 -- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock recently, by time (ms), and
 --                     "id:replaced" of calls that were evicted before they started, by the end (ms) of their wait
 -- KEYS[3]  queued     hash, as lock: the lock of the message while it is queued; KEYS[1] if the lock is the same
@@ -22,9 +22,8 @@
 -- ARGV[10] entry      name of the schedule's entry that sent the message, for people; empty: a program sent it
 -- ARGV[11] waits_since  the server's time (ms) since which the message waits, as an earlier reply gave it; 0: not known
 -- ARGV[12] note       for the field "sent" of a lock that the message did not hold, as in acquire; empty: none
--- ARGV[13] acquired   1: the message acquired this lock when it was sent; 0: it did not, or that is not known
--- ARGV[14] joinable   1: calls with other arguments may join the message; 0: it runs with its own
--- ARGV[15] deadline   the server's time (ms) after which no caller waits for the reply
+-- ARGV[13] overtakes  1: the message takes this lock from a newer call whose message no worker has; 0: it does not
+-- ARGV[14] deadline   the server's time (ms) after which no caller waits for the reply
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms), payload, entry}; if held, also {time since
 --          which the message waits (ms), ms since which the holder is in its state: 0 unless the message has the turn}
@@ -44,23 +43,21 @@
 -- lease of its turn and the time in its place. Of locks that would last longer than they should, because the server's
 -- clock was set back, each message shortens the time.
 --
--- A message may wait for longer than its lock lasts. If a newer call has acquired the lock since, and has not started,
--- the older one takes the lock: in a long queue, each would else be dropped for a newer one, and none would run. The
--- newer one may start later. If calls with later arguments have joined it, an older one that is joinable runs with these in
--- its place, and any other leaves the lock alone.
+-- A message may wait for longer than its lock lasts, and a newer call may acquire the lock meanwhile. In a long queue, each
+-- would be dropped for a newer one, and none would run. So the older one may overtake: the newer one then has no lock
+-- until it starts.
 
 local lock, done, queued, behind, turn = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local id, gen, nonce, lease = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 local expiry, task, args, done_ms = tonumber(ARGV[5]), ARGV[6], ARGV[7], tonumber(ARGV[8])
 local turn_ms, entry, waits_since = tonumber(ARGV[9]), ARGV[10], tonumber(ARGV[11])
-local has_acquired = ARGV[13] == "1"
 
 local PATIENCE = 30000 -- ms that a call may wait until no newer one overtakes it
 
 local time = redis.call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
-if now > tonumber(ARGV[15]) then
+if now > tonumber(ARGV[14]) then
   return {"late", "", "", string.format("%.0f", now), "0", 0, "", ""}
 end
 
@@ -74,7 +71,7 @@ local function reply(verdict, holds)
 end
 
 local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence", "next", "since", "renewed",
-  "payload", "entry", "if_held")
+  "payload", "entry")
 local ended = redis.pcall("ZMSCORE", done, id .. ":" .. ARGV[2], id .. ":replaced")
 local waiting = queued == lock and {} or redis.pcall("HMGET", queued, "id", "payload")
 local place = redis.pcall("HMGET", behind, "id", "if_held", "taken", "since", "until")
@@ -149,10 +146,10 @@ local function held(by)
   return answer
 end
 
-local has_started = state ~= "queued" or record[6] -- a fence
-local fits = record[12] ~= "replace" and ((record[10] or "") == "" or ARGV[14] == "1")
-local newer = holder ~= id and has_acquired and not has_started and fits and holder
-if newer then
+-- A fence: the holder has started before. A renewal: a worker has its message. A payload: it stands for other calls.
+local is_behind = state == "queued" and not record[6] and not record[9] and (record[10] or "") == ""
+local overtakes = ARGV[13] == "1" and holder and holder ~= id and is_behind
+if overtakes then
   holder, record[5] = false, false -- the rest is as with a free lock
 end
 if holder and holder ~= id then
@@ -183,14 +180,9 @@ if holder and math.floor(held_gen) == math.floor(gen) and state == "running" the
 end
 
 local bound, payload = record[5], record[10] or ""
-if newer then
-  local waits = math.max(1, redis.call("PTTL", lock))
+redis.call("PEXPIRE", lock, string.format("%.0f", lease)) -- if this is forbidden, nothing is written
+if overtakes then
   redis.call("DEL", lock)
-  if payload ~= "" then
-    redis.call("HSET", lock, "payload", payload, "if_held", record[12] or "")
-    redis.call("ZADD", done, string.format("%.0f", now + waits), newer .. ":replaced")
-    redis.call("PEXPIRE", done, string.format("%.0f", math.max(waits, redis.call("PTTL", done))))
-  end
 end
 if not holder then
   redis.call("HSET", lock, "id", id, "task", task, "args", args, "entry", entry)

@@ -101,7 +101,7 @@ class InspectBackend(BaseBackend):
         expiry: float | None = None,
         entry: str = "",
         note: str = "",
-        joinable: bool = False,
+        overtakes: bool = False,
     ) -> Holder:
         """Start a run (STARTED) unless a duplicate started earlier; with HELD or COPY it must not start."""
         node, began = current_task.request.hostname if current_task else "", time.time()

@@ -107,7 +107,7 @@ class LegacyBackend(BaseBackend):
         expiry: float | None = None,
         entry: str = "",
         note: str = "",
-        joinable: bool = False,
+        overtakes: bool = False,
     ) -> Holder:
         """Try to start a run: with STARTED it runs; with STALE or HELD it must not start."""
         with _naming(self.name):

@@ -50,6 +50,7 @@ class _Record:
     entry: str = ""
     uncut: float = 0.0  #: time until which its message may wait, if ``until`` is earlier
     taken: float = 0.0  #: time since which this call, or a call that it evicted, waits behind the lock
+    is_renewed: bool = False  #: a worker has renewed it while its message was queued
     promised: tuple[float, float] | None = None  #: generation that gets the lock when the run ends, and its ttl (s)
 
 
@@ -153,7 +154,7 @@ class MemoryBackend(BaseBackend):
         expiry: float | None = None,
         entry: str = "",
         note: str = "",
-        joinable: bool = False,
+        overtakes: bool = False,
     ) -> Holder:
         """Start a run, or return the verdict that forbids the start."""
         with self._mutex:
@@ -179,12 +180,9 @@ class MemoryBackend(BaseBackend):
             if place and not is_in_turn and (by_itself is None or is_older):  # it has waited for longer than that call
                 is_first = turn_ttl > 0 and waits_since > 0 and since <= place.taken
             other_waits = place is not None and not is_behind and bool(place.if_held)
-            newer = record if queued == ref.key and record and record.task_id != ref.task_id else None
-            fits = newer and newer.if_held is not IfHeld.REPLACE and (joinable or not newer.payload)
-            if newer and newer.state == "queued" and not newer.fence and fits:
+            is_newer = record is not None and record.task_id != ref.task_id and record.state == "queued"
+            if record and overtakes and is_newer and not (record.fence or record.is_renewed or record.payload):
                 record = None
-            else:
-                newer = None
             held_by = None
             if record and record.task_id != ref.task_id:
                 held_by = ref
@@ -217,9 +215,6 @@ class MemoryBackend(BaseBackend):
                 record = replace(record, payload="")
             if record is None:
                 record = _Record(ref.task_id, 0, "", "", 0, task, arguments, now, now, None, "", entry=entry)
-            if newer and newer.payload:  # calls with later arguments have joined it
-                record = replace(record, payload=newer.payload, if_held=newer.if_held)
-                self._replace(ref.key, ref.key, 0)
             if record.until is None and expiry:
                 record = replace(record, until=now + expiry)
             waiting = self._live(queued) if queued and queued != ref.key else None
@@ -274,6 +269,7 @@ class MemoryBackend(BaseBackend):
             return Renewal.LOST
         if record.state == "running" and record.nonce != ref.nonce:
             return Renewal.LOST
+        record = self._records[ref.key] = replace(record, is_renewed=bool(self.worker))
         if lease:
             left = record.expires - self._clock()
             self._put(ref.key, record, lease if record.state == "running" else max(lease, left))

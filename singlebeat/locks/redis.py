@@ -230,7 +230,7 @@ class RedisBackend(BaseBackend):
         expiry: float | None = None,
         entry: str = "",
         note: str = "",
-        joinable: bool = False,
+        overtakes: bool = False,
     ) -> Holder:
         """Start a run, or return the verdict that forbids the start.
 
@@ -238,8 +238,7 @@ class RedisBackend(BaseBackend):
         """
         owner = (ref.task_id, str(ref.generation), ref.nonce)
         times = _ms(remember_for), _ms(turn_ttl)
-        flags = int(queued == ref.key), int(joinable)
-        args = (*owner, _ms(lease), _ms(expiry), task, arguments, *times, entry, _ms(waits_since), note, *flags)
+        args = (*owner, _ms(lease), _ms(expiry), task, arguments, *times, entry, _ms(waits_since), note, int(overtakes))
         keys = (ref.key, done_key(ref.key), queued or ref.key, behind_key(ref.key), turn_key(ref.key))
         (holder,) = self._run_before_deadline(lambda deadline: [self._run("begin", keys, (*args, deadline))])
         if holder.verdict is Verdict.UNUSABLE:

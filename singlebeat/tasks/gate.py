@@ -230,7 +230,7 @@ def _begin(task: Task, ticket: Ticket, request: Context) -> tuple[int, tuple[Arg
             expiry=task.effective_lock_expiry,
             entry=entry_of(vars(request)),
             note=note_of_broker(own_broker(task.app)),
-            joinable=ticket.joinable,
+            overtakes=ticket.overtakes,
         )
     except LockBackendError as exc:
         policy = config.singleton_on_backend_error
@@ -292,8 +292,7 @@ def waits_for_its_turn(ticket: Ticket, request: Context) -> bool:
     embedded |= {name: getattr(request, name) for name in ("chain", "chord", "replaced_task_nesting")}
     # A redelivered message was no duplicate when it was sent. Its run was cut short, and an equal call came meanwhile.
     came_back = ticket.rejections > 0 or (request.delivery_info or {}).get("redelivered")
-    # A joinable message has lost its lock, and its arguments may be the latest.
-    return ticket.waits or ticket.joinable or bool(ticket.queued and came_back) or has_continuations(embedded)
+    return ticket.waits or bool(ticket.queued and came_back) or has_continuations(embedded)
 
 
 def admit(task: Task, ticket: Ticket, holder: Holder, request: Context) -> None:

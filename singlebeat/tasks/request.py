@@ -293,6 +293,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
                 arguments=self.shown,
                 entry=entry_of(self.request_dict),
                 note=note_of_broker(own_broker(self.app)),
+                overtakes=ticket.overtakes,
             )
         except LockBackendError as exc:
             if renewer.answers() and not isinstance(exc, UnusableLockError):

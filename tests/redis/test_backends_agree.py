@@ -81,7 +81,7 @@ def acquire(draw: st.DrawFn) -> Ask:
 def begin(draw: st.DrawFn) -> Ask:
     ref, expiry, waits, waited = draw(runs), draw(expiries), draw(st.booleans()), draw(st.booleans())
     options = {"lease": LEASE, "remember_for": MEMORY, "task": "app.task", "arguments": "1, x=2", "expiry": expiry}
-    options["entry"], options["joinable"] = entry_of(ref), draw(st.booleans())
+    options["entry"], options["overtakes"] = entry_of(ref), draw(st.booleans())
     queued, options["turn_ttl"] = behind_key(ref.key) if waited else ref.key, LEASE * waits
     since = options["waits_since"] = draw(st.sampled_from([0.0, 0.0, 1.0, 2.0]))
     return Ask("begin", lambda b: b.begin(ref, queued=queued, **options), ref, queued, waits, expiry, since)
@@ -278,41 +278,34 @@ def test_a_message_whose_lock_has_ended_starts_before_a_newer_call(backend):
     """Else in a queue that is longer than the lock lasts, each message would be dropped for a newer call."""
     take_after_the_end_of_a(backend, expiry=QUEUED_TTL)
 
-    first, again = (start(backend, RUN, queued=LOCK) for _ in range(2))
+    first, again = (start(backend, RUN, overtakes=True) for _ in range(2))
 
     assert first.verdict is again.verdict is Verdict.STARTED
     assert first.fence == again.fence > 0
     assert backend.renew_many([RUN], lease=LEASE) == [Renewal.RUNNING]
-    assert start(backend, B, queued=LOCK).verdict is Verdict.HELD
+    assert start(backend, B, overtakes=True).verdict is Verdict.HELD
     backend.finish_many([RUN], remember_for=MEMORY)
-    assert start(backend, B, queued=LOCK).verdict is Verdict.STARTED
+    assert start(backend, B, overtakes=True).verdict is Verdict.STARTED
 
 
-def test_a_message_whose_lock_has_ended_runs_with_the_arguments_that_joined_a_newer_call(backend):
-    """The newer call has older arguments than these, so it never runs."""
-    take_after_the_end_of_a(backend, payload="two", if_held=IfHeld.JOIN)
-    assert take(backend, "c", payload="three", if_held=IfHeld.JOIN).task_id == "b"
-
-    run = start(backend, RUN, queued=LOCK, joinable=True)
-
-    assert (run.verdict, run.payload) == (Verdict.STARTED, "three")
-    assert start(backend, B, queued=LOCK).verdict is Verdict.REPLACED
-
-
-@pytest.mark.parametrize("case", ["replaces", "has arguments of others", "runs", "retries", "is timed", "had no lock"])
+@pytest.mark.parametrize(
+    "case", ["is with a worker", "has other arguments", "runs", "retries", "is timed", "is not to"]
+)
 def test_a_message_whose_lock_has_ended_leaves_other_holders_alone(backend, case):
-    """A newer call that replaces others, or that others have joined; one that has started; and a call by name."""
-    options = {"replaces": {"if_held": IfHeld.REPLACE}, "is timed": {"state": "timed"}}
-    options["has arguments of others"] = {"payload": "two", "if_held": IfHeld.JOIN}
+    """A newer call whose message a worker has, or that others have joined, or that has started before."""
+    options = {"is timed": {"state": "timed"}, "has other arguments": {"payload": "two", "if_held": IfHeld.JOIN}}
     take_after_the_end_of_a(backend, **options.get(case, {}))
-    if case == "has arguments of others":
+    if case == "is with a worker":
+        backend.worker = "w@h"
+        backend.renew_many([Ref(LOCK, "b")], lease=LEASE)
+    if case == "has other arguments":
         take(backend, "c", payload="three", if_held=IfHeld.JOIN)
     if case in {"runs", "retries"}:
-        start(backend, B, queued=LOCK)
+        start(backend, B)
     if case == "retries":
         backend.rotate(B, to=Ref(LOCK, "b", 1), ttl=QUEUED_TTL, remember_for=MEMORY)
 
-    assert start(backend, RUN, queued="" if case == "had no lock" else LOCK).verdict is Verdict.HELD
+    assert start(backend, RUN, overtakes=case != "is not to").verdict is Verdict.HELD
     assert backend.get(LOCK) == "b"
 
 

@@ -160,7 +160,7 @@ def test_an_error_of_the_server_or_of_the_caller_costs_no_connection(server):
     assert before == within == client.client_id()
 
 
-def test_a_soft_time_limit_that_hits_the_end_of_an_exclusive_block_is_raised(app):
+def test_a_soft_time_limit_that_hits_the_end_of_exclusive_is_raised(app):
     """Else the body goes on without its limit."""
 
     def interrupt_each_line() -> None:

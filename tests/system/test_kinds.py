@@ -215,20 +215,21 @@ def test_buffer_one_runs_once_more_with_the_latest_arguments(stage, call, name):
     stage.free(lock, behind_key(lock))
 
 
-def test_the_latest_arguments_run_though_their_message_has_lost_its_lock(stage, name):
-    """It meets a run that holds the lock, and waits: no other call has its arguments."""
-    task, lock = stage.task("buffer_one"), stage.lock("buffer_one", name)
-    latest = task.apply_async((name, 2), queue=name)
-    stage.redis.delete(lock)  # as at its end
-    first = task.apply_async((name, 1))
-    stage.oracle.wait_started(1, name)
+@pytest.mark.parametrize("overlap", ["buffer_one", "cancel_other", "terminate_other"])
+def test_an_older_call_without_its_lock_leaves_it_to_the_newer_one(stage, name, overlap):
+    """The newer one has the latest arguments, or takes the place of older ones."""
+    task = stage.task(overlap)
+    older = task.apply_async((name, 1), queue=name)
+    stage.redis.delete(stage.lock(overlap, name))  # as at its end
+    newer = task.apply_async((name, 2), queue=f"{name} later")
 
     stage.consume(name)
-    stage.postponed(latest.id, 1)
+    stage.over(name, [older.id])
+    stage.consume(f"{name} later")
+    stage.oracle.let_go(name)
 
-    stage.oracle.let_go(name, 2)
-    assert [call.get(timeout=PATIENCE) for call in (first, latest)] == [1, 2]
-    stage.over(name, [first.id, latest.id])
+    assert newer.get(timeout=PATIENCE) == 2
+    assert [run.id for run in stage.oracle.runs(name)] == [newer.id]
 
 
 @pytest.mark.parametrize("overlap", ["buffer_one", "cancel_other"])
