@@ -10,14 +10,15 @@ from urllib.parse import urlencode
 
 import pytest
 from celery.schedules import crontab
+from starlette.testclient import TestClient
 
-from singlebeat import Schedule
+from singlebeat import Schedule, web
 from singlebeat.web.api.operations import OPERATIONS
 from singlebeat.web.security import COOKIE, Users, hashed_password, hashed_token
 from singlebeat.web.site import ASKING_WORKERS
 from tests.support import APP
 
-from .conftest import Visitor
+from .conftest import HERE, Visitor
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -120,6 +121,19 @@ def test_no_header_makes_the_page_fail(pages, header, begin, method, path, kind,
             return page.request(method, path, content=body, headers=headers, follow_redirects=False)
 
         assert failed(ask, VALUES) == []
+
+
+@pytest.mark.parametrize("path", ["/entry", "/api/entry"])
+def test_bytes_of_a_query_that_are_not_encoded_make_no_page_fail(app, redis, path):
+    """Not every server refuses them; uvicorn with httptools does not."""
+    page = web.app(app)
+
+    async def with_bytes(scope, receive, send):
+        await page({**scope, "query_string": b"name=\xe9"}, receive, send)
+
+    answer = TestClient(with_bytes, client=HERE, base_url="http://localhost").get(path)
+
+    assert (answer.status_code, "there is no entry" in answer.text) == (404, True)
 
 
 @pytest.mark.parametrize(
