@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -67,8 +68,26 @@ _Place = tuple[Any, ...]
 #: Members of the sorted set, and their scores.
 _Slice = Sequence[tuple[str, str]]
 
+#: Largest number in the id of a record of a stream.
+LARGEST_OF_ID = 2**64 - 1
+
+#: A score as the server writes it.
+_SCORE = re.compile(r"-?(?:inf|[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)")
+
 #: The types of a place in each order.
 _PLACES = {"next": (str, str), "lateness": (str, str), "name": (str,), "last": (int, int, str)}
+
+
+def _is_place(sort: Sort, place: Sequence[Any]) -> bool:
+    """Return whether a place, of the right types, can be one: the server refuses other numbers."""
+    match sort:
+        case "name":
+            return True
+        case "last":
+            id_ = (-place[0], -place[1])  # of a record; (-1, 0): there is none
+            return id_ == (-1, 0) or (id_ > (0, 0) and all(0 <= number <= LARGEST_OF_ID for number in id_))
+        case _:
+            return _SCORE.fullmatch(place[0]) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +136,8 @@ class Query:
             sort, descending, *place = json.loads(urlsafe_b64decode(cursor.encode()))
             if (sort, descending, *map(type, place)) != (self.sort, self.descending, *_PLACES[self.sort]):
                 raise TypeError  # noqa: TRY301
-            if self.sort in {"next", "lateness"}:
-                float(place[0])
+            if not _is_place(self.sort, place):
+                raise ValueError  # noqa: TRY301
         except (ValueError, TypeError, RecursionError):
             raise ValueError("cursor is not that of a page in this order: begin with the first page") from None
         return tuple(place)

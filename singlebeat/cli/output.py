@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 import click
 from kombu.exceptions import OperationalError
 
-from ..beat.store.probe import lock_server_says, schedule_server_says
+from ..beat.store.probe import lock_server_says, may_be_done, schedule_server_says
 from ..connections import RedisError, schedule_place
 from ..errors import ConfigError, LockBackendError, SinglebeatError
-from ..lua import noting_answers
+from ..lua import answered_scripts, noting_answers
 from . import Reporting
 
 __all__ = (
@@ -97,11 +97,12 @@ def command(name: str, *params: Decorator) -> Callable[[Callable[..., object]], 
                 fail(f"{exc}{hint}", UNANSWERED)
             except SinglebeatError as exc:
                 fail(str(exc))
-            except BrokenPipeError:  # click ends silently
-                raise
             except OSError as exc:
+                hint = may_be_done(answered_scripts())  # only the answer could not be written
+                if isinstance(exc, BrokenPipeError) and not hint:  # click ends silently
+                    raise
                 drop_output()
-                fail(str(exc), UNANSWERED)
+                fail(f"{exc}{hint}", UNANSWERED)
 
         wrapped: Any = run
         for param in reversed((*params, click.option("--json", "as_json", is_flag=True, help="Answer in JSON."))):

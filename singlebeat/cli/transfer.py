@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -94,9 +95,20 @@ def export_(app: Celery, as_json: bool) -> None:
     raise SystemExit(1 if problems else 0)
 
 
+class _Source(click.File):
+    """The type of a file that is read; - is standard input."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> IO[bytes]:
+        """Return the open file."""
+        if value == "-" and sys.stdin is None:
+            fail("standard input is closed: name a file, or send it through a pipe", UNANSWERED)
+        found: IO[bytes] = super().convert(value, param, ctx)
+        return found
+
+
 @command(
     "import",
-    click.argument("file", type=click.File("rb")),
+    click.argument("file", type=_Source("rb")),
     click.option("--from-now", is_flag=True, help="The times that have passed are not made up for."),
     click.option("--dry-run", is_flag=True, help="Only say which entries can be stored, and which would run at once."),
 )

@@ -95,7 +95,7 @@ def _body(request: HttpRequest) -> bytes:
     if request.method not in METHODS:
         raise RefusedError(f"a page knows {', '.join(METHODS)} only", 405, {"Allow": ", ".join(METHODS)})
     length = request.headers.get("Content-Length") or "0"
-    if not length.isdecimal() or int(length) > LARGEST_BODY:
+    if not length.isdecimal() or len(length) > 19 or int(length) > LARGEST_BODY:
         raise RefusedError(f"the body is larger than {LARGEST_BODY // 1024} KiB", 413)
     try:
         body: bytes = request.body

@@ -71,8 +71,9 @@ def make_app(site: Site, gate: Gate, *, nonce: Callable[[Any], str] | None = Non
 
     async def page(request: Request) -> Response:
         asked = _begun(request, nonce(request) if nonce is not None else "")
+        query = request.scope.get("query_string", b"").decode(errors="surrogateescape")
         try:
-            asked = asked.with_query(request.url.query).with_body(await _body(request))
+            asked = asked.with_query(query).with_body(await _body(request))
         except RefusedError as exc:
             if asked.is_of_api:
                 return _response(site.refuse(asked, exc), asked)
@@ -127,7 +128,7 @@ def _begun(request: Request, nonce: str) -> PageRequest:
     root = request.scope.get("root_path", "").rstrip("/")
     headers = {name: "\n".join(request.headers.getlist(name)) for name in request.headers}
     return PageRequest(
-        path=request.url.path.removeprefix(root) or "/",
+        path=request.scope["path"].removeprefix(root) or "/",  # its URL cannot be built of every query
         method="GET" if request.method == "HEAD" else request.method,
         headers=headers,
         http_version=request.scope.get("http_version", "1.1"),
@@ -135,7 +136,7 @@ def _begun(request: Request, nonce: str) -> PageRequest:
         client=request.client.host if request.client is not None else "",
         root=root,
         # Any client may say so: it makes no more of its own cookie than one that is sent by TLS only.
-        is_tls="https" in {request.url.scheme, request.headers.get("x-forwarded-proto")},
+        is_tls="https" in {request.scope.get("scheme", "http"), request.headers.get("x-forwarded-proto")},
         token=request.cookies.get(COOKIE) or secrets.token_urlsafe(24),
         nonce=nonce,
     )

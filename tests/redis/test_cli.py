@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime, timedelta
+from errno import ENOSPC, EPIPE
 from typing import Any
 
+import click
 import pytest
 from celery import Celery, _state
 from celery.bin.celery import celery
@@ -1142,6 +1144,33 @@ def test_an_answer_that_cannot_be_written_is_one_line(server, redis):
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=env, check=False, timeout=60)
 
     assert (done.returncode, done.stderr.splitlines()) == (2, ["Error: [Errno 28] No space left on device"])
+
+
+@pytest.mark.parametrize(
+    ("args", "shown_by"),
+    [
+        (("trigger", "e"), "history"),
+        (("delete", "e"), "changes"),
+        (("edit", "e", "--set", "jitter=3", "--json"), "changes"),
+        (("pause", "--all"), "changes"),
+    ],
+)
+@pytest.mark.parametrize("errno", [ENOSPC, EPIPE])
+def test_a_change_whose_answer_cannot_be_written_may_be_done(cli, put, monkeypatch, args, shown_by, errno):
+    put()
+    echo = click.echo
+
+    def fail(message=None, *, err=False, **options):
+        if not err:
+            raise OSError(errno, os.strerror(errno))
+        echo(message, err=err, **options)
+
+    monkeypatch.setattr("click.echo", fail)
+
+    said = cli(*args, code=2).stderr
+
+    hint = f". It may have been done all the same: before you repeat it, see celery singlebeat {shown_by}\n"
+    assert said == f"Error: [Errno {errno}] {os.strerror(errno)}{hint}"
 
 
 def test_a_list_says_of_a_disabled_entry_that_it_is_paused_too(cli, put):

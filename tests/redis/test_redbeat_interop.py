@@ -16,7 +16,9 @@ from redbeat.schedulers import acquire_distributed_beat_lock
 from redbeat.schedules import rrule
 
 from singlebeat import Entry
+from singlebeat.beat.entries import fields
 from singlebeat.beat.entries.entry import Meta
+from singlebeat.errors import UnknownEntryError
 from tests.support import wait_until
 
 TASK = "tests.system.apps.plain"
@@ -279,6 +281,53 @@ def test_rescheduling_counts_even_if_the_times_were_changed_before(bench, ours):
 
     assert Entry.from_key("redbeat:e", app=ours).meta == Meta(moment)
     assert bench.score() == pytest.approx((moment + 2 * HOUR).timestamp(), abs=1e-5)
+
+
+def test_rescheduling_and_next_count_the_runs_since_the_entry_was_read(bench, ours):
+    bench.schedule.upsert("e", TASK, 3600, max_runs=4)
+    entry = Entry.from_key("redbeat:e", app=ours)  # before its runs
+    for _ in range(4):
+        next(Entry.from_key("redbeat:e", app=ours))
+
+    entry.reschedule(last_run_at=(moment := datetime.now(UTC) - timedelta(minutes=5)))
+
+    assert Entry.from_key("redbeat:e", app=ours).meta == entry.meta == Meta(moment, 4)
+    assert next(entry).total_run_count == 5
+
+
+def test_rescheduling_places_an_entry_by_its_times_as_they_are_stored(bench, ours):
+    entry = Entry("e", TASK, schedule(3600), app=ours).save()
+    bench.schedule.upsert("e", TASK, 60)
+
+    entry.reschedule(last_run_at=(moment := datetime.now(UTC)))
+
+    assert bench.score() == pytest.approx((moment + timedelta(minutes=1)).timestamp(), abs=1e-5)
+
+
+def test_rescheduling_overwrites_no_run_in_between(ours, monkeypatch):
+    entry, read = Entry("e", TASK, schedule(3600), app=ours).save(), fields.read_fields
+
+    def run_afterwards(*args):
+        found = read(*args)
+        monkeypatch.setattr("singlebeat.beat.entries.entry.read_fields", read)
+        next(Entry.from_key("redbeat:e", app=ours))
+        return found
+
+    monkeypatch.setattr("singlebeat.beat.entries.entry.read_fields", run_afterwards)
+    entry.reschedule()
+
+    assert Entry.from_key("redbeat:e", app=ours).total_run_count == 1
+
+
+@pytest.mark.parametrize("call", [lambda entry: entry.reschedule(), next])
+def test_rescheduling_a_deleted_entry_stores_nothing(bench, ours, redis, call):
+    entry = Entry("e", TASK, schedule(3600), app=ours).save()
+    bench.schedule.delete("e")
+
+    with pytest.raises(UnknownEntryError, match="there is no entry"):
+        call(entry)
+
+    assert not redis.exists("redbeat:e", SCHEDULE)
 
 
 def test_only_the_time_may_be_updated(ours):

@@ -368,6 +368,7 @@ def test_long_cells_do_not_widen_the_rows_of_others(app, put, cli):
     [
         ("singlebeat import - 2>&-", 0, "stored: 0 of 0"),
         ("singlebeat --help >/dev/full", 2, "Error:"),
+        ("singlebeat import - <&-", 2, "Error: standard input is closed"),
     ],
 )
 def test_a_closed_or_full_stream_ends_no_command_with_a_traceback(server: RedisServer, redis, redirect, code, out):

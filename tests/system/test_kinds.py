@@ -224,7 +224,7 @@ def test_an_older_call_without_its_lock_leaves_it_to_the_newer_one(stage, name, 
     newer = task.apply_async((name, 2), queue=f"{name} later")
 
     stage.consume(name)
-    stage.over(name, [older.id])
+    wait_until(lambda: older.state == "REVOKED", timeout=PATIENCE, what="the older call to be dropped")
     stage.consume(f"{name} later")
     stage.oracle.let_go(name)
 

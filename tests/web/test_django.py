@@ -246,6 +246,13 @@ def test_a_fragment_that_is_unchanged_is_not_sent_again(page, app, e):
     assert (again.status_code, again.content) == (304, b"")
 
 
+@pytest.mark.parametrize("length", ["9" * 29, "9" * 5000, "1_0", "\xb2"])
+def test_a_wrong_length_of_a_body_is_refused(e, length):
+    client = sign_in("root", is_superuser=True)
+
+    assert client.post("/beat/pause", {"name": "e"}, CONTENT_LENGTH=length).status_code == 413
+
+
 def test_answers_have_the_headers_of_security(page):
     client = sign_in("root", is_superuser=True)
 

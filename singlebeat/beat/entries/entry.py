@@ -24,7 +24,7 @@ from ..server_time import server_now
 from .author import PERMITTED, RECORD, Author
 from .code_only import given_for, has_lazy
 from .definition import Meta, decode_definition, encode_definition, loads_object, why_too_deep
-from .fields import read_fields
+from .fields import read_fields, write_fields
 from .options import check_encoding
 from .permission import check_allowed
 from .policy import EntryPolicy, PolicyOptions
@@ -401,27 +401,38 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         raise ConflictError(f"another process has changed the entry {self.name!r}: read it again")
 
     def reschedule(self, last_run_at: datetime | None = None) -> None:
-        """Count the next time of the entry from another moment, by default from now."""
-        self.last_run_at, self._since = last_run_at or self._now(), None
-        self._store_meta()
+        """Count the next time of the entry from another moment, by default from now; its number of runs is kept.
+
+        Raises:
+            UnknownEntryError: the entry is not stored, or no longer; this error is also a KeyError.
+            ConflictError: another process keeps changing the entry.
+        """
+        past = self._store_moment(last_run_at)
+        self.last_run_at, self.total_run_count, self._since = past.last_run_at, past.total_run_count, None
 
     def _next_instance(self, last_run_at: datetime | None = None, only_update_last_run_at: bool = False) -> Entry:
-        entry = copy.copy(self)
-        entry.last_run_at, entry._since = last_run_at or self._now(), None
-        entry.total_run_count = self.total_run_count + (0 if only_update_last_run_at else 1)
-        entry._store_meta()
-        return entry
+        return self.with_past(self._store_moment(last_run_at, runs=0 if only_update_last_run_at else 1))
 
     __next__ = next = _next_instance
 
-    def _store_meta(self) -> None:
-        keys, client = Keys.of(self.app), schedule_client(self.app)
+    def _store_moment(self, moment: datetime | None, *, runs: int = 0) -> Meta:
+        """Let the stored entry count from a moment, and return its past; all else stays as it is stored.
+
+        Args:
+            runs: to add to their stored number.
+        """
+        keys, client, moment = Keys.of(self.app), schedule_client(self.app), moment or self._now()
         key = keys.named(self.name)
-        fields = read_fields(client, [key])[0]
-        if isinstance(fields, str) or not fields[0]:
-            keys.check_other(self.name)
-        with client.pipeline() as pipe:
-            pipe.hset(key, "meta", self.meta.encode())
-            pipe.hdel(key, "since")
-            pipe.zadd(self.app.redbeat_conf.schedule_key, {key: self.score})
-            pipe.execute()
+        for _ in range(ATTEMPTS):
+            fields = read_fields(client, [key])[0]
+            if isinstance(fields, str) or not fields[0]:
+                keys.check_other(self.name)
+                raise UnknownEntryError(f"there is no entry at {key!r}")
+            definition, meta, policy, since, _, sent = fields
+            entry = self.from_fields(key, definition, meta, policy, since, sent, app=self.app)
+            entry.last_run_at, entry._since = moment, None
+            entry.total_run_count += runs
+            row = (key, fields[:4], (definition, entry.meta.encode(), policy or "", ""), repr(entry.score))
+            if write_fields(client, keys, [row], Author.of(self.app))[0]:
+                return entry.meta
+        raise ConflictError(f"entry {self.name!r} cannot be stored: another process keeps changing it; try again")

@@ -46,6 +46,7 @@ __all__ = (
     "lock_refusal",
     "lock_server_says",
     "lock_trouble",
+    "may_be_done",
     "refuses_writes",
     "schedule_error",
     "schedule_refusal",
@@ -244,9 +245,18 @@ def schedule_server_says(app: Celery, exc: RedisError) -> str:
     refused = schedule_refusal(app, exc) if is_denied(exc) else ""
     said = refused or why_spoilt(schedule_client(app), Keys.of(app), exc) or with_advice(exc)
     called = {getattr(exc, "script", ""), *answered_scripts()} if what_it_does(exc) == "does not answer" else set()
+    return f"{said}{may_be_done(called)}"
+
+
+def may_be_done(called: Collection[str]) -> str:
+    """Return what to add to an error after which a change may have been done; empty if no script has changed anything.
+
+    Args:
+        called: names of the scripts that were called.
+    """
     shown_by = next((shows for name, shows in _SHOWN_BY.items() if name in called), "")
     done = ". It may have been done all the same: before you repeat it, see celery singlebeat "
-    return f"{said}{done}{shown_by}" if shown_by else said
+    return f"{done}{shown_by}" if shown_by else ""
 
 
 def schedule_error(app: Celery, exc: RedisError) -> str:
