@@ -36,6 +36,9 @@ __all__ = (
 #: Stands for a value that is not shown.
 MASK = "**"
 
+#: The types of values that hold no secret by themselves: most values of long arguments.
+_PLAIN = frozenset({int, float, bool, type(None)})
+
 #: Most characters of a string that is parsed, so that a hostile one takes little time.
 MOST_PARSED = 20_000
 
@@ -264,7 +267,7 @@ def _masked(value: Any, patterns: tuple[str, ...], app: Celery, task: str = "") 
             shown["it"] = [_item(str(name_of_task.get("task")), each, patterns, app) for each in value["it"]]
         return shown
     if isinstance(value, list | tuple):
-        shown_ = [_masked(each, patterns, app) for each in value]
+        shown_ = [each if type(each) in _PLAIN else _masked(each, patterns, app) for each in value]
         return shown_ if isinstance(value, list) else tuple(shown_)
     return MASK if isinstance(value, str) and _password_of_url(value) < len(value) else value
 
