@@ -206,7 +206,7 @@ def test_a_change_of_its_times_counts_from_now_and_keeps_the_last_run(api, redis
     ids=lambda change: next(iter(change)),
 )
 @pytest.mark.parametrize("by", ["upsert", "deploy"])
-def test_a_change_that_leaves_the_next_time_as_it_is_keeps_a_run_that_is_due(bench, change, by):
+def test_a_change_that_keeps_the_next_time_keeps_a_run_that_is_due(bench, change, by):
     bench.put()
     if by == "upsert":
         bench.schedule.upsert("e", PLAIN, 3600, args=["e"], **change)

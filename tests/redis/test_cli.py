@@ -675,7 +675,7 @@ def test_unlock_leaves_a_run_alone_that_began_while_the_workers_were_asked(cli, 
     assert backend.get(lock) == "next-one"
 
 
-def test_a_forced_unlock_leaves_the_lock_of_a_task_that_acquired_it_meanwhile(cli, app, monkeypatch):
+def test_a_forced_unlock_leaves_the_lock_of_another_task(cli, app, monkeypatch):
     """As a copy of the command that a network holds back."""
     backend, lock = backend_of(app), "SINGLETONLOCK_{a}"
     backend.lock(lock, "first", 60)

@@ -17,6 +17,7 @@ from kombu import Producer
 from redbeat.schedules import rrule
 
 from singlebeat import Entry, Schedule
+from singlebeat.beat.entries.definition import LONGEST_FIELD, Meta
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.beat.keys import LEASE_KEYS, OWN_KEYS
 from singlebeat.beat.leadership.lease import Term
@@ -558,3 +559,19 @@ def test_explain_says_of_a_deleted_entry_which_key_is_still_there(bench, redis, 
     assert f"The key redbeat:wt is still there, for it is a {kind} of another program" in told
     assert "If no program needs that key: DEL redbeat:wt" in told
     assert "revert" not in told, "it would fail while that key is there"
+
+
+def test_an_entry_with_a_huge_definition_delays_no_other(bench, cli):
+    """Read and sent, it would let all others wait for a second or more."""
+    bench.put("good")
+    definition = Entry("huge", TASK, schedule(3600), app=bench.app, args=[["x" * LONGEST_FIELD]]).encode()
+    with pytest.raises(EntryError, match="more than 1000000: store the large arguments elsewhere"):
+        bench.schedule.upsert("huge", TASK, 3600, args=["x" * LONGEST_FIELD])
+    bench.redis.hset("redbeat:huge", mapping={"definition": definition, "meta": Meta(None, 0).encode()})
+    bench.redis.zadd("redbeat::schedule", {"redbeat:huge": 0})
+
+    bench.tick()
+
+    assert bench.names == ["good"]
+    assert "definition has 1000" in cli("explain", "huge", app=bench.app).output
+    assert bench.redis.hget("redbeat:huge", "definition") == definition

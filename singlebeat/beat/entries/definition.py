@@ -72,6 +72,10 @@ WITHOUT_ARGUMENTS = frozenset({"schedule", "last_run_at", "since"})
 #: about twice as deep, and ends.
 MOST_NESTED = 250
 
+#: Characters of a field of an entry: a beat needs up to a second to read and to send ten times as many, and so long all
+#: others wait.
+LONGEST_FIELD = 1_000_000
+
 #: Unknown fields of a definition that a warning names, at most.
 MOST_IGNORED = 5
 
@@ -86,8 +90,12 @@ def loads_object(text: str, what: str) -> JsonObject:
     """Read a JSON object in RedBeat's format, with its dates and schedules decoded.
 
     Raises:
-        EntryError: the object cannot be decoded, or is nested too deeply; the message begins with ``what``.
+        EntryError: the object cannot be decoded, or is nested too deeply, or its string is too long; the message begins
+            with ``what``.
     """
+    if len(text) > LONGEST_FIELD:
+        hint = "store the large arguments elsewhere, and give their key to the task"
+        raise EntryError(f"{what} has {len(text)} characters, more than {LONGEST_FIELD}: {hint}")
     try:
         raw = _DECODER.decode(text)
     except RecursionError:
