@@ -399,6 +399,11 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
     else:
         yield f"No end of it was recorded{_why_no_end(facts, record)}"
     yield from _expiry(facts, record)
+    yield from _results(facts)
+
+
+def _results(facts: Facts) -> Iterator[str]:
+    """Say that the result backend does not answer."""
     if facts.results_away:
         yield (
             f"{_sentence(facts.results_away)}. A worker waits for it after the body of each task, and the error of a "
@@ -501,6 +506,7 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
     lock = facts.locks.get(task_id)
     if facts.running is not None and task_id in facts.running:
         yield f"Task {task_id} runs now, on {facts.running[task_id]}."
+        yield from _results(facts)
     elif facts.locks_away:
         yield f"Whether task {task_id} holds a lock is not known: {facts.locks_away}."
     elif lock is None:

@@ -70,6 +70,7 @@ METRICS: Mapping[str, Metric] = {
         ),
         Metric("singlebeat_quarantines_total", "counter", "Unusable entries that this beat has found."),
         Metric("singlebeat_leader", "gauge", "1: this beat leads. 0: it does not."),
+        Metric("singlebeat_redbeat_leads", "gauge", "1: a beat of RedBeat holds the lock. 0: none does."),
         Metric(
             "singlebeat_renewal_seconds",
             "gauge",
@@ -220,6 +221,7 @@ class BeatMetrics:
         others = [beat for beat in state.sharing if (beat.get("host"), beat.get("pid")) != us]
         for name, value in {
             "redis_up": 1,
+            "redbeat_leads": state.redbeat_leads,
             "redis_refuses": bool(refused),
             "schedule_lost": bool(state.lost),
             "term": state.term,

@@ -468,8 +468,9 @@ def _in_words(lost: str, key: str) -> str:
         f"the server has lost the schedule, or its last changes, as a beat noticed at {at}: {why}. Entries of "
         "beat_schedule are back, perhaps without their pauses. Import the other entries from an export (celery "
         "singlebeat import --from-now FILE; without --from-now they run for times since the export, even if they have "
-        "run then), and pause again those that were paused. If none is missing, DEL "
-        f"{shlex.quote(key)} removes this note"
+        "run then), and pause again those that were paused. An old snapshot also brings back entries that were deleted "
+        "since, and pauses that have ended since: compare celery singlebeat list, delete those entries and resume "
+        f"these. If nothing differs, DEL {shlex.quote(key)} removes this note"
     )
 
 

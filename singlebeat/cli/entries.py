@@ -146,7 +146,8 @@ def list_(
     late = {} if state_of_all.redbeat_leads else dict(late_places(app, [entry for _, entry in rows.values()]))
     refused = refusal(app, state_of_all)
     problem = state_of_all.problem() or state_of_all.sent_elsewhere
-    warning = REDBEAT_LEADS if state_of_all.redbeat_leads else refused or (problem if rows else "")
+    silent = state_of_all.redbeat_silent
+    warning = silent or (REDBEAT_LEADS if state_of_all.redbeat_leads else refused or (problem if rows else ""))
     shown = {name: _outlook(row.next, row.state, late.get(name), pending.get(name)) for name, (row, _) in rows.items()}
     if as_json:
         led = {"warning": warning} if warning else {}
@@ -180,7 +181,7 @@ def list_(
         cells.append((name, entry.task, when, last, ended, moment(upcoming), word + also))
     table(("NAME", "TASK", "SCHEDULE", "LAST", "ENDED", "NEXT", "STATE"), cells, cut=(1, 2))
     if warning:
-        begins = "NEXT and STATE hold for singlebeat, but " if state_of_all.redbeat_leads else ""
+        begins = "NEXT and STATE hold for singlebeat, but " if state_of_all.redbeat_leads and not silent else ""
         click.echo(marked(f"{begins}{warning}", "warning"))
     _show_warnings(filter(None, (state_of_all.lost and f"lost: {state_of_all.lost}", *map(str, state_of_all.pauses))))
     if state == State.PAUSED:

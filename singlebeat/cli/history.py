@@ -45,7 +45,7 @@ def history_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
     if refused := schedule_refusal(app, needs=HISTORY):
         text = f"runs may be missing here: the schedule's server {schedule_place(app)}: {refused}"
         click.echo(marked(text, "problem"), err=True)
-    if (state := ScheduleStatus.of(app, names=False)).redbeat_leads or state.unsent:
+    elif (state := ScheduleStatus.of(app, names=False)).redbeat_leads or state.unsent:
         text = REDBEAT_LEADS if state.redbeat_leads else state.unsent
         click.echo(marked(f"runs may be missing here: {text}", "warning"), err=True)
     if as_json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
@@ -290,12 +290,13 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
     locks_frozen = freezes_locks(locks_refused)
     if refuses_writes(refused) and refuses_writes(locks_refused) and lock_place(app) == schedule_place(app):
         locks_refused = ""  # it is said of the schedule's server
-    stored, results_away = None, ""
-    if record is not None and _may_have_result(record):
+    stored, results_away, run = None, "", _run_with_result(record, running or ())
+    if record is not None and run:
         try:
-            stored = read_end(app, record.task_id, timeout=Config.of(app).singlebeat_socket_timeout)
+            stored = read_end(app, run, timeout=Config.of(app).singlebeat_socket_timeout)
         except ResultBackendError as exc:
             results_away = f"the {result_place(app)} {exc}"
+        stored = stored if run == record.task_id else None
     holder, statics = _holder_of(entries, record) if record is not None else None, Statics(app, schedule_client(app))
     has_expired = record is not None and record.end is not None and record.end.outcome == "expired"
     return Facts(
@@ -437,7 +438,15 @@ def _lacking(app: Celery, found: Found) -> str:
     return queue if is_in_queue(app, queue, found.lock.ref.task_id) is False else ""
 
 
-def _may_have_result(record: Record) -> bool:
-    """Return whether the result backend may know more about the run of a decision than its record."""
+def _run_with_result(record: Record | None, running: Collection[str]) -> str:
+    """Return the task id of the run of which the result backend may know more than a record, or for which it may hang.
+
+    Args:
+        record: of the decision that is explained.
+        running: the tasks that run: a worker may wait for the result backend after the body.
+    """
+    if record is None or record.decision == "skipped_overlap":
+        return record.holder if record is not None and record.holder in running else ""
     is_sent = record.decision in {"dispatched", "buffered"}
-    return is_sent and (record.end is None or record.end.outcome in {"failure", RESULT_NOT_STORED})
+    may_know = record.end is None or record.end.outcome in {"failure", RESULT_NOT_STORED}
+    return record.task_id if is_sent and may_know else ""

@@ -143,12 +143,12 @@ def timeline(records: Sequence[Record]) -> Sequence[Bar]:
 
 
 def _lock_of(board: Board, entry: Any) -> Any:
-    """Return the lock that a run of an entry holds, with its record, or None."""
+    """Return the lock that a run of an entry holds, with its record, None if none does, or False if that is unknown."""
     if entry is None:
         return None
     with suppress(Exception):  # the locks' server is another one, and may be unreachable
         return next((row for row in board.locks() if row[0].get("entry") == entry.name), None)
-    return None
+    return False
 
 
 def why(board: Board, request: PageRequest, user: User) -> Page:

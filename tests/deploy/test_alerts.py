@@ -28,6 +28,8 @@ HEALTHY = {
     **{f'singlebeat_build_info{{version="1.0",instance="{of}"}}': "1x90" for of in ("beat-1", "worker-1")},
     f"singlebeat_leader{BEAT}": "1x90",
     f"singlebeat_leader{STANDBY}": "0x90",
+    f"singlebeat_redbeat_leads{BEAT}": "0x90",
+    f"singlebeat_redbeat_leads{STANDBY}": "0x90",
     f"singlebeat_lag_seconds{BEAT}": "0x90",
     f"singlebeat_pending_occurrences{BEAT}": "0 1 0x88",
     f"singlebeat_quarantined_entries{BEAT}": "0x90",
@@ -127,7 +129,9 @@ def test_each_alert_fires_when_something_is_wrong_and_not_before(promtool, tmp_p
         return play(name, {**HEALTHY, **changes}, (matcher, quiet, 0), (matcher, firing, 1))
 
     healthy = play("healthy", HEALTHY, *(("", minute, 0) for minute in (0, 15, 75, MINUTES)))
-    tests = {"rule_files": [str(ALERTS)], "tests": [healthy, *(case(*given) for given in CASES)]}
+    redbeat = {f"singlebeat_leader{BEAT}": "0x90", f"singlebeat_redbeat_leads{BEAT}": "1x90"}
+    migrating = play("RedBeat leads", {**HEALTHY, **redbeat}, (',alertname="NoBeatLeads"', 75, 0))
+    tests = {"rule_files": [str(ALERTS)], "tests": [healthy, migrating, *(case(*given) for given in CASES)]}
     path = Path(tmp_path, "tests.yml")
     path.write_text(json.dumps(tests), "utf-8")
 

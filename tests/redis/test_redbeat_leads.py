@@ -70,6 +70,8 @@ def test_a_redbeat_that_was_killed_is_named_by_every_tool(redbeat, celery, app, 
         assert "that beat was probably killed, or hangs" in text
         assert "Its lock ends by itself in 1" in text
         assert resign in text
+    listed = cli("list").output
+    assert (dead in listed, "but a beat of RedBeat leads" in listed) == (True, False)
     ago = datetime.now(UTC) - timedelta(seconds=100)  # as a minute later
     for name in ("e", "paused"):
         redis.hset(f"redbeat:{name}", "meta", Meta(ago, 5).encode())

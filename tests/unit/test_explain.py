@@ -291,6 +291,15 @@ def test_a_queue_that_no_worker_reads_is_explained_once():
     assert text.count("o worker that answers reads queue celery") == 1
 
 
+def test_a_result_backend_that_hangs_is_named_for_the_run_in_the_way():
+    """The body of that run may be over: its worker waits for the backend."""
+    skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
+
+    text = said(skip, running={"x": "w1@h"}, results_away="the result backend does not answer")
+
+    assert "Task x runs now, on w1@h.\nThe result backend does not answer. A worker waits for it" in text
+
+
 def test_a_message_at_a_busy_worker_is_said_to_wait_for_that_worker():
     """Others that read the queue may be free: they never get it."""
     busy = Reader(frozenset({"celery"}), frozenset({"t"}), 1, [Busy("slow", "y", NOON)])

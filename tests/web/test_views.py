@@ -26,7 +26,7 @@ from singlebeat.web.render import instant
 from singlebeat.web.server import MOST_ASKING
 from singlebeat.web.site import ASKING_WORKERS
 from tests.redis.conftest import bench, bench_on  # noqa: F401 - fixtures
-from tests.support import APP, at_once, without
+from tests.support import APP, at_once, free_port, without
 
 LIVE = {"HX-Request": "true"}
 VIEWS = ("/", "/entry?name=e", "/history", "/locks", "/doctor", "/quarantine", "/changes")
@@ -64,6 +64,17 @@ def test_the_header_says_who_leads_and_what_waits(visit, bench):  # noqa: F811
     status = text[text.index('id="status"') : text.index('id="lost"')]
     shown = " ".join(re.sub(r"<[^>]+>", " ", status).split())
     assert re.search(r"\S+:\d+ leads term 1, since .* 0 standbys .* lag 0 s 0 pending 0 quarantined", shown), shown
+
+
+def test_a_locks_server_that_is_dead_is_said_to_be_so(visit, server, bench_on):  # noqa: F811
+    """Whether an entry's lock is free is not known then."""
+    fleet = bench_on(server, singleton_backend_url=f"redis://127.0.0.1:{free_port()}/0")
+    fleet.put(ago=timedelta())
+    fleet.tick()
+    page = visit(of=fleet.app)
+
+    assert re.search(r"<small>Lock</small><strong[^>]*>unknown<", page.get("/entry?name=e").text)
+    assert "the locks' server" in page.get("/api/status").json()["problem"]
 
 
 def test_without_a_leader_the_header_is_red(page, entries):

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...beat.delivery import queue_of
+from ...beat.store.probe import lock_trouble
 from ...errors import ConflictError, EntryError, UnknownEntryError
 from ..actions import MOST_RUNS, PATIENCE, end_present_term, free_lock
 from ..board import CALCULATED_FOR
@@ -58,7 +59,8 @@ class Result:
 
 def status(call: Call) -> Result:
     """Return the state of the schedule."""
-    return Result({**asdict(call.board.state), "problem": call.board.snapshot.problem})
+    problem = call.board.snapshot.problem or lock_trouble(call.board.app)
+    return Result({**asdict(call.board.state), "problem": problem})
 
 
 def doctor(call: Call) -> Result:
