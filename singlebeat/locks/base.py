@@ -415,7 +415,7 @@ class BaseBackend(ABC):
             remember_for: seconds for which the end of a run is remembered.
             entry: name of the schedule's entry that sent the message, for people; empty: a program sent it.
             note: for the search for lost messages, if the message held no lock; empty: none.
-            overtakes: the message takes the lock from a newer call whose message no worker has.
+            overtakes: the message takes the lock from a newer call that has not started.
         """
 
     @abstractmethod

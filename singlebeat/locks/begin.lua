@@ -22,7 +22,7 @@
 -- ARGV[10] entry      name of the schedule's entry that sent the message, for people; empty: a program sent it
 -- ARGV[11] waits_since  the server's time (ms) since which the message waits, as an earlier reply gave it; 0: not known
 -- ARGV[12] note       for the field "sent" of a lock that the message did not hold, as in acquire; empty: none
--- ARGV[13] overtakes  1: the message takes this lock from a newer call whose message no worker has; 0: it does not
+-- ARGV[13] overtakes  1: the message takes this lock from a newer call that has not started; 0: it does not
 -- ARGV[14] deadline   the server's time (ms) after which no caller waits for the reply
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms), payload, entry}; if held, also {time since
@@ -125,6 +125,7 @@ local function held(by)
   local answer = reply("held", by)
   answer[9], answer[10] = string.format("%.0f", since), "0"
   if turn_ms > 0 and place[1] ~= id and (not in_turn or in_turn == id or is_older) then
+    redis.call("PEXPIRE", turn, string.format("%.0f", turn_ms)) -- if this is forbidden, nothing is written
     if in_turn ~= id then
       redis.call("DEL", turn) -- drops the fields of a newer one
       redis.call("HSET", turn, "id", id, "state", "queued", "task", task, "args", args,
@@ -146,8 +147,8 @@ local function held(by)
   return answer
 end
 
--- A fence: the holder has started before. A renewal: a worker has its message. A payload: it stands for other calls.
-local is_behind = state == "queued" and not record[6] and not record[9] and (record[10] or "") == ""
+-- A fence: the holder has started before. A payload: it stands for other calls.
+local is_behind = state == "queued" and not record[6] and (record[10] or "") == ""
 local overtakes = ARGV[13] == "1" and holder and holder ~= id and is_behind
 if overtakes then
   holder, record[5] = false, false -- the rest is as with a free lock

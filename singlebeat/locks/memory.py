@@ -50,7 +50,6 @@ class _Record:
     entry: str = ""
     uncut: float = 0.0  #: time until which its message may wait, if ``until`` is earlier
     taken: float = 0.0  #: time since which this call, or a call that it evicted, waits behind the lock
-    is_renewed: bool = False  #: a worker has renewed it while its message was queued
     promised: tuple[float, float] | None = None  #: generation that gets the lock when the run ends, and its ttl (s)
 
 
@@ -181,7 +180,7 @@ class MemoryBackend(BaseBackend):
                 is_first = turn_ttl > 0 and waits_since > 0 and since <= place.taken
             other_waits = place is not None and not is_behind and bool(place.if_held)
             is_newer = record is not None and record.task_id != ref.task_id and record.state == "queued"
-            if record and overtakes and is_newer and not (record.fence or record.is_renewed or record.payload):
+            if record and overtakes and is_newer and not (record.fence or record.payload):
                 record = None
             held_by = None
             if record and record.task_id != ref.task_id:
@@ -269,7 +268,6 @@ class MemoryBackend(BaseBackend):
             return Renewal.LOST
         if record.state == "running" and record.nonce != ref.nonce:
             return Renewal.LOST
-        record = self._records[ref.key] = replace(record, is_renewed=bool(self.worker))
         if lease:
             left = record.expires - self._clock()
             self._put(ref.key, record, lease if record.state == "running" else max(lease, left))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from celery import Celery
 from celery.schedules import crontab, schedule
+from redbeat.schedules import rrule
 
 from singlebeat import Entry, Schedule
 from singlebeat.beat.entries.entry import Meta
@@ -265,6 +266,18 @@ def test_an_upsert_over_a_broken_definition_keeps_past_and_pause(api, redis, wha
     assert (entry.meta.last_run_at, entry.meta.total_run_count) == (START, 7)
     assert (entry.policy.paused, entry.policy.note) == (True, "why")
     assert redis.zscore(SCHEDULE, "redbeat:e") > START.timestamp()
+
+
+def test_an_upsert_over_an_invalid_rule_keeps_the_past(api, redis):
+    """The rule can be read, and its times cannot be calculated."""
+    api.upsert("e", PLAIN, rrule("DAILY", dtstart=START))
+    definition = json.loads(redis.hget("redbeat:e", "definition"))
+    definition["schedule"]["interval"] = 0
+    redis.hset("redbeat:e", mapping={"definition": json.dumps(definition), "meta": Meta(START, 7).encode()})
+
+    api.upsert("e", PLAIN, 60)
+
+    assert (api.get("e").schedule, api.get("e").meta.total_run_count) == (schedule(60), 7)
 
 
 @pytest.mark.parametrize("policy", ["{", '{"jiter": 5}'])

@@ -288,16 +288,11 @@ def test_a_message_whose_lock_has_ended_starts_before_a_newer_call(backend):
     assert start(backend, B, overtakes=True).verdict is Verdict.STARTED
 
 
-@pytest.mark.parametrize(
-    "case", ["is with a worker", "has other arguments", "runs", "retries", "is timed", "is not to"]
-)
+@pytest.mark.parametrize("case", ["has other arguments", "runs", "retries", "is timed", "is not to"])
 def test_a_message_whose_lock_has_ended_leaves_other_holders_alone(backend, case):
-    """A newer call whose message a worker has, or that others have joined, or that has started before."""
+    """A newer call that others have joined, or that has started before."""
     options = {"is timed": {"state": "timed"}, "has other arguments": {"payload": "two", "if_held": IfHeld.JOIN}}
     take_after_the_end_of_a(backend, **options.get(case, {}))
-    if case == "is with a worker":
-        backend.worker = "w@h"
-        backend.renew_many([Ref(LOCK, "b")], lease=LEASE)
     if case == "has other arguments":
         take(backend, "c", payload="three", if_held=IfHeld.JOIN)
     if case in {"runs", "retries"}:

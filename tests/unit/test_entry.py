@@ -558,10 +558,10 @@ def test_what_is_said_of_a_huge_policy_or_past_is_short(decode_text, wrong):
 
 
 def test_very_many_unknown_fields_are_counted(app):
-    entry = decode(app, **{f"field {number}": number for number in range(100_000)})
+    entry = decode(app, **{f"field {number}": number for number in range(40_000)})
 
     assert "'field 4' is unknown and ignored" in entry.ignored
-    assert entry.ignored.endswith("; 99,995 more are unknown and ignored")
+    assert entry.ignored.endswith("; 39,995 more are unknown and ignored")
 
 
 @pytest.mark.parametrize("every", [0, -5, "-5", 0.0])

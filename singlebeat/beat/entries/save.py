@@ -267,7 +267,10 @@ def _keeps_next(stored: Entry | None, policy: EntryPolicy | None, entry: Entry, 
     since = before.since(past.counts_from)
     if since is None:  # it has never run, and is due now
         return after.since(None) is None
-    nominal = before.next(since)
+    try:
+        nominal = before.next(since)
+    except Exception:  # a rule that is invalid, or a user's own schedule: it had no next time
+        return False
     return nominal is not None and nominal == after.next(since)
 
 
