@@ -23,7 +23,7 @@ from singlebeat.locks.memory import MemoryBackend
 from singlebeat.locks.redis import SCRIPTS, WORKERS_KEY, RedisBackend
 from singlebeat.lua import packed
 from tests.benchmarks import wire
-from tests.support import RedisServer, free_port, wait_until
+from tests.support import RedisServer, contents, free_port, wait_until, without
 from tests.system.apps import make_app
 
 PREFIX = "SINGLETONLOCK_"
@@ -1462,6 +1462,18 @@ def test_unlock_frees_a_lock_of_any_holder(backend, redis):
 
     assert not redis.exists(LOCK)
     assert acquire(backend, B).verdict is Verdict.ACQUIRED
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["starts", "waits for its turn"])
+def test_a_start_without_the_right_to_bound_a_lock_writes_nothing(server, backend, redis, waits):
+    """Else the lock of a run would last as long as a message may wait, and a turn for ever."""
+    acquire(backend)
+    before = contents(redis)
+
+    with without(server, "pexpire") as url, pytest.raises(LockBackendError, match="pexpire"):
+        begin(RedisBackend(url), replace(RUN, task_id="b") if waits else RUN, turn_ttl=60.0 * waits)
+
+    assert contents(redis) == before
 
 
 @pytest.mark.parametrize("spoiled", [LOCK, DONE])
