@@ -43,6 +43,7 @@ from ..locks.key import behind_key, readable
 from ..locks.modes import decode_arguments, equal_calls_may_differ, has_continuations
 from ..log import Log
 from ..monitors import same_trace
+from ..server_errors import is_denied
 from .renewer import GATE_PAUSE, has_renewer
 
 if TYPE_CHECKING:
@@ -365,8 +366,9 @@ def postpone_unlocked(task: Task, request: Context, ticket: Ticket, exc: LockBac
 
     Raises: as ``postpone`` does.
     """
-    # The renewer logs an outage. An unusable lock waits for an operator, and only this line reports it.
-    level = logging.WARNING if isinstance(exc, UnusableLockError) else logging.INFO
+    # The renewer logs an outage. An unusable lock and a missing right wait for an operator, and only this line says so.
+    needs_operator = isinstance(exc, UnusableLockError) or is_denied(exc)
+    level = logging.WARNING if needs_operator else logging.INFO
     postpone(task, request, ticket, countdown=LONGEST_WAIT, why=str(exc), level=level)
 
 

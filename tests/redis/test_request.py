@@ -461,6 +461,21 @@ def test_a_waiting_message_never_starts_because_its_lock_is_unreadable(app, deli
     assert "the lock SINGLETONLOCK_a is unusable" in said.message
 
 
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_waiting_message_says_which_right_its_worker_lacks(app, deliver, server, redis, caplog, base):
+    """Its lock is renewed all the time, which needs other rights, so nothing else says why it never runs."""
+    with without(server, "hset") as url:
+        app.conf.singleton_backend_url = url
+        task, id_ = app.task(same, name="app.task", shared=False, **based(base)), uuid()
+
+        started(deliver(task, ["a"], id=id_, **{HEADER: waiting(id_)}))
+
+    assert redis.llen("celery") == 1
+    (said,) = [record for record in caplog.records if "event=postponed" in record.message]
+    assert said.levelname == "WARNING"
+    assert "hset" in said.message
+
+
 @pytest.mark.parametrize("policy", [None, "run"])
 def test_a_run_that_others_have_joined_waits_for_their_arguments(app, deliver, redis, own_server, caplog, policy):
     settings = {"singlebeat_socket_timeout": 0.5, "singleton_on_backend_error": policy}
