@@ -39,7 +39,7 @@ __all__ = ("Request", "leave_unwritten", "report_exceptions")
 log = Log(__name__)
 
 #: Seconds after a hard time limit until the child process is surely dead: Celery reports the limit before it kills.
-KILL_TIME = 0.5
+KILL_TIME = 1.0
 
 #: Seconds from a signal that ends a run to the pool's check whether the process is dead.
 REAPED_AFTER = 0.3

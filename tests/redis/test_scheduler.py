@@ -3159,7 +3159,7 @@ def test_a_deploy_that_is_rolled_back_runs_nothing_again(bench):
 @pytest.mark.parametrize("what", ["clocked", "once", "hourly", "triggered"])
 def test_a_claimed_run_comes_back_with_its_entry(server, redis, own_server, bench_on, logged, how, what):
     """Its past counts the run already, so nothing else would ever send it."""
-    when = clocked(datetime.now(UTC) + timedelta(seconds=1)) if what == "clocked" else schedule(HOUR)
+    when = clocked(datetime.now(UTC) + timedelta(minutes=5)) if what == "clocked" else schedule(HOUR)
     given = {"task": PLAIN, "args": ["e"], "schedule": when, "run_on_start": what in {"once", "hourly"}}
     given |= {"max_runs": 1} if what == "once" else {}
     bench = bench_on(server, broker_url=own_server.celery_url, beat_schedule={"e": given})
@@ -3168,7 +3168,7 @@ def test_a_claimed_run_comes_back_with_its_entry(server, redis, own_server, benc
     first.tick()
     if what == "triggered":
         bench.schedule.trigger("e")
-    bench.tick(at=datetime.now(UTC) + timedelta(seconds=2))
+    bench.tick(at=datetime.now(UTC) + timedelta(minutes=5, seconds=1))
     claimed = bench.pending()
     assert claimed is not None
 
