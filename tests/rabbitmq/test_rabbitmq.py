@@ -27,6 +27,9 @@ from tests.rabbitmq.server import RabbitMQ, find_rabbitmq
 from tests.support import APP, CeleryLauncher, CeleryProcess, Oracle, RedisServer, free_port, wait_until
 from tests.system.apps import make_app
 
+#: Its server takes long for each command on a slow host.
+pytestmark = pytest.mark.timeout(240)
+
 SINGLE, IN_TURN = f"{APP}.single", f"{APP}.in_turn"
 
 #: Deliveries of one message after which a quorum queue drops it here.
