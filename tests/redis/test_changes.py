@@ -431,7 +431,7 @@ def test_a_deleted_entry_comes_back_with_its_past_and_catches_nothing_up(bench):
 
 
 def test_a_revert_gives_back_what_was_not_sent_though_its_process_dies(bench, monkeypatch):
-    """It dies as soon as the entry is stored: whoever looks sees the revert as made, and repeats nothing."""
+    """It dies as soon as the entry is stored: operators see the revert as made, and repeat nothing."""
     bench.put(ago=timedelta())
     task_id = bench.schedule.trigger("e")
     bench.redis.hset("redbeat:e", "backfill", "begun")
