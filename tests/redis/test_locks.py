@@ -1470,7 +1470,7 @@ def test_a_start_without_the_right_to_bound_a_lock_writes_nothing(server, backen
     acquire(backend)
     before = contents(redis)
 
-    with without(server, "pexpire") as url, pytest.raises(LockBackendError, match="pexpire"):
+    with without(server, "pexpire") as url, pytest.raises(LockBackendError):
         begin(RedisBackend(url), replace(RUN, task_id="b") if waits else RUN, turn_ttl=60.0 * waits)
 
     assert contents(redis) == before
