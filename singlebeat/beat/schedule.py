@@ -532,9 +532,8 @@ class Schedule:
         if any(score is not None for score in scores) or is_placed_elsewhere(self._client, self.keys, name):
             return ""
         return (
-            f"it has no place in {self.keys.schedule}: it never runs; to let it run at once, and then at its "
-            "next times: "
-            f"ZADD {shlex.join((self.keys.schedule, '0', key))}"
+            f"it has no place in {self.keys.schedule}: it never runs; to let it run at once, and then at its next "
+            f"times: ZADD {shlex.join((self.keys.schedule, '0', key))}"
         )
 
     def without_place(self) -> Iterator[str]:

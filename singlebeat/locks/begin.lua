@@ -181,7 +181,9 @@ if holder and math.floor(held_gen) == math.floor(gen) and state == "running" the
 end
 
 local bound, payload = record[5], record[10] or ""
-redis.call("PEXPIRE", lock, string.format("%.0f", lease)) -- if this is forbidden, nothing is written
+-- If this is forbidden, nothing is written. If a later write is refused, the lock lasts as long as before.
+local left = redis.call("PTTL", lock)
+redis.call("PEXPIRE", lock, string.format("%.0f", left > 0 and left or lease))
 if overtakes then
   redis.call("DEL", lock)
 end

@@ -1476,6 +1476,17 @@ def test_a_start_without_the_right_to_bound_a_lock_writes_nothing(server, backen
     assert contents(redis) == before
 
 
+def test_a_start_that_the_server_refuses_leaves_the_lock_its_time(server, backend, redis):
+    """The message may have to wait in its queue for longer than a lease."""
+    acquire(backend)
+
+    with without(server, "hset") as url, pytest.raises(LockBackendError):
+        begin(RedisBackend(url))
+
+    assert redis.hget(LOCK, "state") == "queued"
+    assert redis.ttl(LOCK) > LEASE
+
+
 @pytest.mark.parametrize("spoiled", [LOCK, DONE])
 def test_a_lock_with_a_foreign_key_is_handed_over_without_an_error(backend, redis, spoiled):
     begin(backend)
