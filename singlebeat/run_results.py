@@ -97,7 +97,7 @@ OUTCOMES: Mapping[str, str] = {
 #: The words for the other ends, which beat records when it frees the lock.
 UNSEEN: Mapping[str, str] = {
     MESSAGE_LOST: "The message is gone. Beat has freed its lock.",
-    RAN_ELSEWHERE: "The task has ended, and its worker (one without singlebeat?) left its lock. Beat has freed it.",
+    RAN_ELSEWHERE: "The task has ended, and its worker left its lock: it may lack singlebeat. Beat has freed the lock.",
 }
 
 

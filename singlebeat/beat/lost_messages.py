@@ -380,7 +380,7 @@ def _read_ends(app: Celery, locks: Sequence[Waiting]) -> Mapping[Ref, str]:
             end = stored_end(backend, lock.ref.task_id)
             # Another message with this task id may have run before.
             if end is not None and end.at is not None and end.at.timestamp() >= lock.since:
-                reason = f"it ended with {end.status}, and its worker (one without singlebeat?) freed no lock"
+                reason = f"it ended with {end.status}, and its worker left its lock: it may lack singlebeat"
                 ended[lock.ref] = f"{reason}: {end.error}" if end.error else reason
 
     try:

@@ -55,8 +55,8 @@ def history_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
     for record in records:
         end = record.end
         took = f" {end.duration:.1f} s" if end and end.duration is not None else ""
-        outcome = f"{end.outcome}{took}" if end else record.reason
-        rows.append((record.entry, moment(record.nominal), record.decision, outcome or "-"))
+        outcome = f"{end.outcome}{took}" if end else record.reason or "no end known"
+        rows.append((record.entry, moment(record.nominal), record.decision, outcome))
     table(("ENTRY", "FOR", "DECISION", "END, OR WHY"), rows)
 
 

@@ -52,6 +52,8 @@ local function finish(lock, done, turn, id, gen, nonce)
   local ends = not ended.err and not ended[1] and (holds or (ran and not another))
   local loses = not ended.err and not ended[1] and not ended[2] and ran and nonce ~= "" and not holds and not unstarted
   if done_ms > 0 and (ends or loses) then
+    local ttl = string.format("%.0f", math.max(done_ms, redis.call("PTTL", done)))
+    redis.call("PEXPIRE", done, ttl) -- if this is forbidden, nothing is written that would stay for ever
     redis.call("ZREMRANGEBYSCORE", done, "-inf", string.format("%.0f", now - done_ms))
     if ends then
       redis.call("ZADD", done, now, id .. ":" .. gen)
@@ -59,7 +61,7 @@ local function finish(lock, done, turn, id, gen, nonce)
     if loses then
       redis.call("ZADD", done, now, nonce .. ":lost")
     end
-    redis.call("PEXPIRE", done, string.format("%.0f", math.max(done_ms, redis.call("PTTL", done))))
+    redis.call("PEXPIRE", done, ttl)
   end
   if not holds and not unstarted then
     return (loses or (not ended.err and ended[2])) and "lost" or "kept"

@@ -1476,6 +1476,16 @@ def test_a_start_without_the_right_to_bound_a_lock_writes_nothing(server, backen
     assert contents(redis) == before
 
 
+def test_an_end_without_the_right_to_bound_its_memory_writes_nothing(server, backend, redis):
+    begin(backend)
+    before = contents(redis)
+
+    with without(server, "pexpire") as url, pytest.raises(LockBackendError):
+        RedisBackend(url).finish_many([RUN], remember_for=MEMORY)
+
+    assert contents(redis) == before
+
+
 def test_a_start_that_the_server_refuses_leaves_the_lock_its_time(server, backend, redis):
     """The message may have to wait in its queue for longer than a lease."""
     acquire(backend)
