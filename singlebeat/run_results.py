@@ -58,6 +58,9 @@ KEPT_ENDS = 4
 #: The end of a message that must not run.
 DUPLICATE_REFUSED = "duplicate_refused"
 
+#: The end of a message that another call has evicted before it started.
+REPLACED = "replaced"
+
 #: The end of a run whose body has returned, and whose result the result backend did not store.
 RESULT_NOT_STORED = "result_not_stored"
 
@@ -88,6 +91,7 @@ OUTCOMES: Mapping[str, str] = {
     "time_limit": "The task has run for longer than its hard time limit.",
     "terminated": "The run was terminated by ``revoke(terminate=True)``.",
     DUPLICATE_REFUSED: "The run did not start, because an equal call runs, or because its id has run before.",
+    REPLACED: "The run did not start: a newer call has taken its place (``cancel_other``, ``terminate_other``).",
     "postponed": "The message was sent again to wait for its turn. A later end is recorded, too.",
     "revoked": "The task was revoked before its start.",
     "expired": "The message had passed its ``expires`` before its start.",
@@ -152,7 +156,7 @@ def record_end_of_message(
     header = headers.get(RUN_HEADER)
     if header or HEADER in headers:
         signals.run_ended.send(sender=app, outcome=outcome, began=began, headers=headers)
-    if outcome == DUPLICATE_REFUSED:
+    if outcome in {DUPLICATE_REFUSED, REPLACED}:
         close_check_in(headers)
     if outcome == "postponed":  # the end of the message that was sent again is recorded
         return

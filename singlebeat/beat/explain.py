@@ -492,7 +492,7 @@ def _about(facts: Facts, outcome: str) -> Iterator[str]:
 
 def _waits(facts: Facts, record: Record) -> Iterator[str]:
     """Say that a run waits for its turn, and how many other runs of its entry wait, too."""
-    open_ = [r for r in facts.records if r.decision in {"dispatched", "buffered"} and r.end is None]
+    open_ = [r for r in facts.records if r.is_sent and r.end is None]
     others = sum(r.task_id not in {record.task_id, *(facts.running or ())} for r in open_)
     beside = f", as do {others} other runs of this entry" if others > 1 else ", as does 1 other run of this entry"
     yield (

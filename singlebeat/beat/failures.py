@@ -41,7 +41,8 @@ log = Log("celery.beat")
 BROKER, LOCKS = "the broker", "the locks' server"
 
 
-#: The advice about a message that RabbitMQ can deliver to no queue.
+#: The word of RabbitMQ for a message that it can deliver to no queue, and the advice about it.
+_NO_ROUTE = "NO_ROUTE"
 _NO_QUEUE = (
     "no queue is bound to that exchange with that routing key: start a worker that reads the queue, or correct "
     "exchange or routing_key"
@@ -96,7 +97,7 @@ def in_words(exc: Exception) -> str:
 def unsendable(exc: Exception) -> str:
     """Return why a message can never be sent, and what to do."""
     why = safe_repr(exc.__context__ or exc)
-    return f"{why}: {_NO_QUEUE}" if "NO_ROUTE" in why else why
+    return f"{why}: {_NO_QUEUE}" if _NO_ROUTE in why else why
 
 
 def _is_of_message(exc: BaseException) -> bool:
@@ -125,8 +126,19 @@ class Failures:
         self._outage: LockBackendError | None = None  #: the last one of the locks' server
         self._ask_again_at = 0.0  #: monotonic: when that server may be asked for locks again
 
+    def may_have_lost_queue(self, message: Message, exc: Exception) -> bool:
+        """Return whether RabbitMQ has no queue for a message for the first time in a row.
+
+        The queue may have been deleted since this process has declared it. The next try declares it again.
+        """
+        is_first = not self.backoff.failures_of(message.entry.key)
+        return is_first and any(_NO_ROUTE in str(cause) for cause in causes(exc))
+
     def is_refused(self, message: Message, exc: Exception) -> bool:
         """Return whether RabbitMQ answers and refuses one message, as for a full queue; log it now and then."""
+        if self.may_have_lost_queue(message, exc):
+            self.backoff.refused(message.entry.key)
+            return True
         # By its name: a beat whose broker is Redis does not load the driver of RabbitMQ.
         if not any(type(cause).__name__ == "MessageNacked" for cause in causes(exc)):
             return False

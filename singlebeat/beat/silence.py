@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..errors import ConfigError
 from ..locks.modes import LockMode, is_singleton, overlap_for
 from ..overlap import Overlap
-from ..run_results import MESSAGE_LOST, RESULT_NOT_STORED
+from ..run_results import KEPT_ENDS, MESSAGE_LOST, REPLACED, RESULT_NOT_STORED
 
 if TYPE_CHECKING:
     from .entries.entry import Entry
@@ -84,7 +84,8 @@ def silence(
         return ""
     found = _skipped(entry, own, recent) or _unsent(own.decisions)
     decisions = [*own.decisions, *recent]
-    return found or (recorded and _vanished(entry, decisions, backlog, survived)) or _failed(own.ends)
+    found = found or (recorded and _vanished(entry, decisions, backlog, survived)) or _failed(own.ends)
+    return found or _replaced(own.ends, decisions)
 
 
 def _unsent(decisions: Sequence[Record]) -> str:
@@ -103,6 +104,30 @@ def _failed(ends: Sequence[End]) -> str:
     where = f" on {last.worker}" if last.worker else ""
     why = ": ".join(["", *([last.outcome] if len(words) > 1 else []), *([last.reason] if last.reason else [])])
     return f"its last {len(ends)} runs all {what}, the last one at {_moment(last.at)}{where}{why}"
+
+
+def _replaced(ends: Sequence[End], decisions: Sequence[Record]) -> str:
+    """Return a sentence if each run of an entry is replaced by a newer one before a worker comes to it."""
+    if len(ends) < KEPT_ENDS or any(end.outcome != REPLACED for end in ends):
+        return ""
+    sent: dict[str, Record] = {}
+    for record in decisions:  # some come twice, the second time perhaps without their end
+        if record.is_sent and (record.task_id not in sent or sent[record.task_id].end is None):
+            sent[record.task_id] = record
+    replaced_at = max(
+        (run.at for run in sent.values() if run.end is not None and run.end.outcome == REPLACED), default=None
+    )
+    if replaced_at is not None and any(run.at < replaced_at for run in sent.values() if run.end is None):
+        return ""  # that one runs, and those behind it may be replaced
+    others = [run.end.at for run in sent.values() if run.end is not None and run.end.outcome != REPLACED]
+    ran = max(others, default=None)
+    if ran is not None and ends[0].at - ran < SKIPPED_FOR:
+        return ""
+    since = f"since {_moment(ran)}" if ran is not None else "so far"
+    return (
+        f"no run of it has started {since}: each waits in its queue until a newer one takes its place (cancel_other, "
+        "terminate_other). Let it run less often, start more workers, or choose another overlap"
+    )
 
 
 def _vanished(
@@ -176,7 +201,7 @@ def _skipped(entry: Entry, own: Own, recent: Sequence[Record]) -> str:
     if decided is not None and decided - last.nominal > timedelta(seconds=1) and not own.is_pending:
         return ""  # RedBeat has run the entry since then; RedBeat records no history
     # The run of a time may have been sent long after that time, and a triggered run has none.
-    known = [each.at for each in (*own.decisions, *recent) if each.decision in {"dispatched", "buffered"}]
+    known = [each.at for each in (*own.decisions, *recent) if each.is_sent]
     sent = max([*known, *([sent] if sent is not None else [])], default=None)
     if sent is not None and last.nominal - sent < max(SKIPPED_FOR, _time_of(entry, sent, LEAST_SKIPPED) - sent):
         return ""

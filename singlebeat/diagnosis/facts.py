@@ -268,7 +268,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
     record, task = record_at(records, when), ""
     if record is not None and record.decision == "skipped_overlap":
         task = record.holder
-    elif record is not None and record.decision in {"dispatched", "buffered"} and record.end is None:
+    elif record is not None and record.is_sent and record.end is None:
         task = record.task_id
     locks, locks_away, found = dict[str, HeldLock](), "", None
     try:
@@ -447,6 +447,6 @@ def _run_with_result(record: Record | None, running: Collection[str]) -> str:
     """
     if record is None or record.decision == "skipped_overlap":
         return record.holder if record is not None and record.holder in running else ""
-    is_sent = record.decision in {"dispatched", "buffered"}
+    is_sent = record.is_sent
     may_know = record.end is None or record.end.outcome in {"failure", RESULT_NOT_STORED}
     return record.task_id if is_sent and may_know else ""

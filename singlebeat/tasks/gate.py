@@ -43,6 +43,7 @@ from ..locks.key import behind_key, readable
 from ..locks.modes import decode_arguments, equal_calls_may_differ, has_continuations
 from ..log import Log
 from ..monitors import same_trace
+from ..run_results import DUPLICATE_REFUSED, REPLACED
 from ..server_errors import is_denied
 from .renewer import GATE_PAUSE, has_renewer
 
@@ -81,6 +82,14 @@ class Postponed(Ignore):  # type: ignore[misc]
 
 class Refused(Ignore):  # type: ignore[misc]
     """The run must not start, because an equal call holds its lock or the same call has run already."""
+
+    outcome = DUPLICATE_REFUSED  #: the word for the end of the message
+
+
+class Replaced(Refused):
+    """The run must not start, because another call has taken its place."""
+
+    outcome = REPLACED
 
 
 class Unsent(Reject):  # type: ignore[misc]
@@ -303,7 +312,7 @@ def admit(task: Task, ticket: Ticket, holder: Holder, request: Context) -> None:
         holder: the reply of the locks' server to ``begin``.
 
     Raises:
-        Refused: the message is dropped.
+        Refused: the message is dropped; Replaced if another call has taken its place.
         Postponed: the message was sent again, to wait for its turn.
         Unsent, Exception: the message could not be sent again; see ``postpone``.
     """
@@ -332,7 +341,7 @@ def admit(task: Task, ticket: Ticket, holder: Holder, request: Context) -> None:
             raise Refused("it has run already")
         case Verdict.REPLACED:
             _skip(task, ticket, request, "another call took its place", event="replaced")
-            raise Refused("another call took its place")
+            raise Replaced("another call took its place")
     if waits_for_its_turn(ticket, request):
         countdown = min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.waited)
         if holder.held_for:

@@ -13,7 +13,7 @@ from ..config import Config
 from ..exposition import DELAYS, Answer, Metric, metrics_of, new_registry, serve
 from ..locks.base import RUN_HEADER
 from ..log import Log
-from ..run_results import OUTCOMES
+from ..run_results import DUPLICATE_REFUSED, OUTCOMES, REPLACED
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -119,7 +119,7 @@ class WorkerMetrics:
         # A retry is not late: its start was planned for then.
         if began is None or not isinstance(header, Mapping) or (headers or {}).get("retries"):
             return
-        if outcome in {"duplicate_refused", "postponed"} or header.get("kind") not in ON_TIME:
+        if outcome in {DUPLICATE_REFUSED, REPLACED, "postponed"} or header.get("kind") not in ON_TIME:
             return
         with suppress(KeyError, ValueError):  # any program may have sent the message
             self._delays.observe(max(0.0, began - datetime.fromisoformat(str(header["nominal"])).timestamp()))

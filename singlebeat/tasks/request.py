@@ -26,7 +26,7 @@ from ..locks.base import HEADER, Ref, Ticket, entry_of
 from ..locks.key import check_sendable, readable
 from ..locks.modes import overlap_for
 from ..log import Log
-from ..run_results import DUPLICATE_REFUSED, RESULT_NOT_STORED, is_result_lost, outcome_of, record_end
+from ..run_results import RESULT_NOT_STORED, is_result_lost, outcome_of, record_end
 from .gate import Blocked, Postponed, Refused, Unsent, admit, postpone_unlocked, turn_ttl
 from .lock_action import LockAction, lock_action
 from .renewer import renewer_of
@@ -142,7 +142,7 @@ def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
             self._drop("postponed")
             raise TaskRevokedError(self.id) from exc
         except Refused as exc:
-            self._drop(DUPLICATE_REFUSED, str(exc))
+            self._drop(exc.outcome, str(exc))
             raise TaskRevokedError(self.id) from exc
         except Exception as exc:  # errors of the broker, a backend or a user's function must not stop the worker
             if not isinstance(exc, Unsent):  # Unsent has been logged
@@ -399,7 +399,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             self._leave_to_next_delivery()
             record_end(self, "postponed")
         else:
-            outcome = DUPLICATE_REFUSED if isinstance(exc, Refused) else outcome_of(exc)
+            outcome = exc.outcome if isinstance(exc, Refused) else outcome_of(exc)
             if outcome == "failure" and is_result_lost(exc_info, is_stored=return_ok):
                 outcome = RESULT_NOT_STORED
             record_end(self, outcome, exc)

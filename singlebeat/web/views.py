@@ -120,7 +120,7 @@ def timeline(records: Sequence[Record]) -> Sequence[Bar]:
     """Return how long each run waited and ran, drawn to the scale of the longest one."""
     found = []
     for record in records:
-        sent = (record.at - record.nominal).total_seconds() if record.decision in {"dispatched", "buffered"} else None
+        sent = (record.at - record.nominal).total_seconds() if record.is_sent else None
         started = None
         if record.end is not None and record.end.started:
             with suppress(ValueError):

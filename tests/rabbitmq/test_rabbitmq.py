@@ -498,6 +498,8 @@ def test_a_message_that_reaches_no_queue_has_failed(rabbit, server, redis):
             redis.zadd("redbeat::schedule", {f"redbeat:e{at}": at})
         scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
         scheduler.tick()
+        redis.zadd("redbeat::pending", {"redbeat:e1": 0}, xx=True)  # it is tried once more
+        scheduler.tick()
         scheduler.close()
 
         decided = {record.entry: (record.decision, record.reason) for record in Schedule(app).history()}
@@ -508,6 +510,21 @@ def test_a_message_that_reaches_no_queue_has_failed(rabbit, server, redis):
         assert decided["e1"][1].endswith("start a worker that reads the queue, or correct exchange or routing_key")
         assert len(decided) == 5
         assert connection.default_channel.queue_declare("reached", passive=True).message_count == 3
+
+
+def test_a_run_whose_queue_was_deleted_gets_it_again(rabbit, server, redis):
+    conf = {**conf_of(rabbit, server), "task_default_queue": "deleted", "singlebeat_watchdog_timeout": None}
+    with make_app(rabbit.url, conf) as app, app.connection_for_write() as connection:
+        scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+        for name in ("e0", "e1", "e2"):
+            Entry(name, f"{APP}.plain", schedule(60), [name], app=app, run_on_start=True).save()
+            scheduler.tick()
+            redis.zadd("redbeat::pending", {f"redbeat:{name}": 0}, xx=True)
+            scheduler.tick()
+            assert connection.default_channel.queue_delete("deleted") == 1, name
+        scheduler.close()
+
+        assert [record.decision for record in Schedule(app).history()] == ["dispatched"] * 3
 
 
 def conf_of(rabbit: RabbitMQ, server: RedisServer) -> dict[str, Any]:

@@ -185,13 +185,14 @@ def test_a_change_that_is_not_of_its_times_keeps_the_next_time(api, redis, chang
 )
 def test_a_change_of_its_times_counts_from_now_and_keeps_the_last_run(api, redis, change):
     api.upsert("e", PLAIN, 60)
-    redis.hset("redbeat:e", "meta", Meta(START, 7).encode())
+    last = START + timedelta(seconds=7)
+    redis.hset("redbeat:e", "meta", Meta(last, 7).encode())
     before = datetime.now(UTC)
 
     api.upsert("e", PLAIN, change.pop("schedule", 60), **change)
 
     past = api.get("e").meta
-    assert (past.last_run_at, past.total_run_count) == (START, 7)
+    assert (past.last_run_at, past.total_run_count) == (last, 7)
     assert before <= past.since <= datetime.now(UTC)
     assert redis.zscore(SCHEDULE, "redbeat:e") >= before.timestamp()
 
@@ -220,6 +221,36 @@ def test_a_change_that_keeps_the_next_time_keeps_a_run_that_is_due(bench, change
     bench.tick(at=datetime.now(UTC) + timedelta(minutes=5))  # after any jitter
 
     assert bench.names == ["e"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (crontab(minute="*/2"), crontab(minute="*")),
+        (crontab(minute="*"), crontab(minute="*/2")),
+        (crontab(minute="*/2"), crontab(minute="*/3")),
+        (crontab(minute="*/2"), rrule("MINUTELY", dtstart=START)),
+    ],
+    ids=["more often", "less often", "in part", "of another kind"],
+)
+def test_a_change_keeps_a_run_that_is_due_before_and_after_it(bench, old, new):
+    now = datetime.now(UTC)
+    bench.put(every=old, ago=timedelta(minutes=8 + now.minute % 2, seconds=now.second, microseconds=now.microsecond))
+
+    bench.schedule.upsert("e", PLAIN, new, args=["e"])
+    bench.tick()
+
+    assert bench.names == ["e"]
+
+
+@pytest.mark.parametrize("new", [crontab(minute="1-59/2"), schedule(1800), schedule(7200)], ids=repr)
+def test_a_change_to_other_times_makes_up_for_none(bench, new):
+    bench.put(every=crontab(minute="*/2"), ago=timedelta(minutes=10))
+
+    bench.schedule.upsert("e", PLAIN, new, args=["e"])
+    bench.tick()
+
+    assert bench.names == []
 
 
 @pytest.mark.parametrize("change", [{"max_runs": 8}, {"max_runs": None}, {"max_runs": 8, "jitter": 9}], ids=str)

@@ -65,6 +65,11 @@ class Stage:
         assert [record["decision"] for record in decisions] == list(outcomes)
         return decisions
 
+    def ends(self, name: str) -> list[str]:
+        """Return how the runs of an entry have ended, the first one first."""
+        records = self.schedule.history(name)
+        return [record.end.outcome for record in reversed(records) if record.end is not None]
+
     def told(self, task_id: str) -> dict[str, Any]:
         """Return what the body of a run knew about it."""
         return self.app.AsyncResult(task_id).get(timeout=30)
@@ -177,14 +182,16 @@ def test_cancel_other_lets_the_running_one_end_and_runs_after_it(stage, name, pu
     put(task, "cancel_other")
     ids = trigger(1)
     stage.oracle.wait_started(1, name)
-    ids += trigger(1)
-    stage.decided(name, "dispatched", "buffered")
+    ids += trigger(2)
+    stage.decided(name, "dispatched", "buffered", "buffered")
     assert stage.oracle.running(name)
     stage.oracle.let_go(name, 2)
     runs = stage.oracle.wait_ended(2, name)
 
-    assert [run.id for run in runs] == ids
+    assert [run.id for run in runs] == [ids[0], ids[2]]
     assert stage.oracle.max_concurrent(name) == 1
+    ends = ["success", "replaced", "success"]
+    wait_until(lambda: stage.ends(name) == ends, timeout=30, what=f"the ends {ends}")
 
 
 @BOTH

@@ -418,6 +418,21 @@ def test_an_option_of_a_signature_that_a_worker_cannot_read_is_refused(app, opti
         decode(app, options={option: wrap({**SIGNATURE, "options": {"time_limit": "five"}})})
 
 
+def test_a_further_field_of_a_chord_is_checked_as_its_option(app):
+    """Celery makes options of such fields."""
+    fields = {"subtask_type": "chord", "kwargs": {"header": [], "body": SIGNATURE}, "options": {}}
+
+    with pytest.raises(EntryError, match="the option time_limit is 'five'"):
+        decode(
+            app,
+            options={
+                "link": [
+                    {"task": "celery.chord", **fields, "link": {**SIGNATURE, "time_limit": 5}, "time_limit": "five"}
+                ]
+            },
+        )
+
+
 def test_a_signature_in_the_arguments_of_a_task_of_celery_is_checked_too(app):
     bad = {"task": "t", "options": {"eta": 0}}
 

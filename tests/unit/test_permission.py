@@ -105,6 +105,16 @@ def test_other_tasks_of_celery_that_run_tasks_name_them(app, name):
         {"link_error": {"task": "shop.ok", "options": {"group_id": "g"}}},
         {"link_error": {"task": "shop.ok", "options": {"headers": {"task": "admin.drop"}}}},
         {"link_error": {"task": "shop.ok", "subtask_type": "group"}},
+        {"link_error": {"task": "shop.ok", "link": {"task": "admin.drop"}}},
+        {
+            "link": {
+                "task": "celery.chord",
+                "subtask_type": "chord",
+                "kwargs": {"header": [{"task": "shop.ok"}], "body": {"task": "shop.ok"}, "kwargs": {}},
+                "options": {},
+                "link": {"task": "admin.drop", "args": [], "kwargs": {}, "options": {}},
+            }
+        },
         {"link_error": {"task": "shop.ok", "subtask_type": "chain", "kwargs": {"tasks": [{"task": "admin.drop"}]}}},
         {"link_error": {"task": "celery.group", "subtask_type": "mine", "kwargs": {"tasks": []}}},
         {"link_error": {"task": "shop.ok", "subtask_type": {"__type__": "bytes", "__value__": "chain"}}},

@@ -87,6 +87,32 @@ def test_runs_that_did_not_all_fail_are_not_spoken_of(outcomes):
     assert failed(*outcomes) == ""
 
 
+def replaced(*numbers: int) -> list[Record]:
+    """Return the runs of these minutes, each of which was replaced by a newer one a minute after it was sent."""
+    return [sent(number, replace(end("replaced"), at=NOON + (number + 1) * MINUTE)) for number in numbers]
+
+
+def silence_of(records: Sequence[Record]) -> str:
+    ends = [record.end for record in records if record.end]
+    return silence(entry_of(), Own((), ends[:4]), records)
+
+
+def test_an_entry_whose_runs_are_all_replaced_in_their_queue_is_named():
+    text = "each waits in its queue until a newer one takes its place (cancel_other, terminate_other). Let it run less"
+
+    assert f"no run of it has started so far: {text}" in silence_of([sent(6), sent(5), *replaced(4, 3, 2, 1)])
+    ran = sent(1, end("success"))
+    assert f"has started since 2026-12-01 12:00:00Z: {text}" in silence_of([sent(6), *replaced(5, 4, 3, 2), ran])
+
+
+def test_an_entry_with_a_run_now_and_then_is_not_said_to_be_replaced():
+    just_now = sent(1, replace(end("success"), at=NOON + 5.5 * MINUTE))
+
+    assert silence_of([sent(6), *replaced(5, 4, 3, 2), just_now]) == "", "a worker has dropped them after a long run"
+    assert silence_of([sent(6), *replaced(5, 4, 3, 2), sent(1)]) == "", "that one runs"
+    assert silence_of([sent(6), *replaced(5, 4, 3), sent(2, end("success")), *replaced(1)]) == ""
+
+
 def test_an_entry_that_does_not_run_is_not_spoken_of():
     assert failed("failure", "failure", enabled=False) == ""
     assert failed("failure", "failure", paused=True) == ""

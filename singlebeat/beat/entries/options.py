@@ -151,6 +151,8 @@ def _options_of(value: object) -> Iterator[Options]:
     options, kwargs, task = value.get("options"), value.get("kwargs"), value.get("task")
     if isinstance(options, Mapping):
         yield from _options(options)
+    if value.get("subtask_type") == "chord":  # Celery makes options of its further fields
+        yield from _options(value)
     if isinstance(task, str) and task.startswith("celery.") and isinstance(kwargs, Mapping):
         yield from _options_of([*kwargs.values()])
 

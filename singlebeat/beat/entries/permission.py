@@ -10,7 +10,7 @@ from celery.utils.saferepr import saferepr
 
 from ...errors import EntryError
 from .definition import check_headers
-from .options import SIGNATURES
+from .options import SIGNATURES, shortened
 
 if TYPE_CHECKING:
     from .definition import JsonObject
@@ -48,6 +48,9 @@ KINDS = {
     "xstarmap": "celery.starmap",
     "chunks": "celery.chunks",
 }
+
+#: The fields of a signature: Celery makes options of the others of a chord.
+FIELDS = frozenset({"task", "args", "kwargs", "options", "subtask_type", "immutable"})
 
 #: The kinds of signatures whose own task never runs: a worker sends the signatures in them.
 STRUCTURES = frozenset({"chain", "group", "chord"})
@@ -111,6 +114,10 @@ def _tasks_of(signature: JsonObject) -> Iterator[str]:
     task, kind = signature.get("task"), signature.get("subtask_type")
     if not isinstance(task, str) or not isinstance(kind, str | None) or (kind and KINDS.get(kind) != task):
         raise _unchecked_error(signature)
+    for name in signature.keys() - FIELDS:
+        raise EntryError(
+            f"a signature has the field {shortened(name)}: singlebeat_allowed_tasks cannot check the tasks in it"
+        )
     is_structure = kind in STRUCTURES
     if not is_structure:
         yield task

@@ -18,7 +18,7 @@ from .occurrence import Occurrence
 from .pauses import Pauses, read_pauses
 from .policy import EntryPolicy
 from .schedule_json import have_same_times
-from .timetable import PARKED
+from .timetable import PARKED, TICK
 
 if TYPE_CHECKING:
     from ...clients import RedisClient
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .author import Author
     from .entry import Entry
     from .fields import Fence, StoredFields
+    from .timetable import Timetable
 
 __all__ = ("Unsent", "save_entries")
 
@@ -33,6 +34,9 @@ _T = TypeVar("_T")
 
 #: How many times an entry is read and written, if another program keeps changing it in between.
 ATTEMPTS = 5
+
+#: How many times of a schedule are compared with those of the schedule that replaces it.
+MOST_COMPARED = 20
 
 #: The fields of a policy that change the times of an entry.
 TIMING = ("timezone", "start_time", "end_time", "jitter")
@@ -231,10 +235,11 @@ def _wish(
         entry.count_from(now)
         at_once = entry.policy.run_on_start and not entry.has_past
         past = replace(entry.meta, last_run_at=None) if at_once else entry.meta
-    elif definition and not same_times and not has_run_since and not _keeps_next(stored, wanted, entry, past):
-        past = replace(past, since=now)
-    elif definition and was_off_until is not None and not has_run_since:
-        past = entry.timetable.passed(past, was_off_until)
+    elif definition and not has_run_since:
+        if not same_times:
+            past = replace(past, since=_counts_from(stored, wanted, entry, past, now))
+        if was_off_until is not None:
+            past = entry.timetable.passed(past, was_off_until)
     is_broken = (definition and stored is None) or (meta and whole is None)
     moved = not same_times or goes_on or score is None or is_broken or has_run_since  # a broken entry may be parked
     due_at = entry.timetable.due_at(past.counts_from, now) if moved else None
@@ -252,26 +257,46 @@ def _wish(
     )
 
 
-def _keeps_next(stored: Entry | None, policy: EntryPolicy | None, entry: Entry, past: Meta) -> bool:
-    """Return whether a change of an entry's times leaves its next nominal time as it is.
+def _counts_from(
+    stored: Entry | None, policy: EntryPolicy | None, entry: Entry, past: Meta, now: datetime
+) -> datetime | None:
+    """Return from when an entry counts whose times change: the field ``since`` of its new past.
 
-    That time may have passed, without a decision so far: it is overdue, or jitter delays its run. It must not be lost.
+    That is now. But a run must not be lost whose time has passed, and is a time before and after the change: it is
+    overdue, or jitter delays it. Then the entry counts from just before that time. If the change leaves the next time
+    as it is, the entry counts as before.
 
     Args:
         stored: the entry before the change; None if it is unreadable.
         policy: of the entry before the change; None if it is unreadable.
     """
     if stored is None or policy is None or (policy.max_runs is not None and past.total_run_count >= policy.max_runs):
-        return False  # an entry that was finished had no next time
+        return now  # an entry that was finished had no next time
     before, after = replace(entry.timetable, schedule=stored.schedule, policy=policy), entry.timetable
     since = before.since(past.counts_from)
     if since is None:  # it has never run, and is due now
-        return after.since(None) is None
+        return past.since if after.since(None) is None else now
     try:
         nominal = before.next(since)
+        if nominal is not None and nominal == after.next(since):  # as of an interval, whose times depend on its past
+            return past.since
+        common = _latest_common(before, after, since, now)
+        if common is not None and after.next(common - TICK) == common:  # not so of an interval
+            return common - TICK
     except Exception:  # a rule that is invalid, or a user's own schedule: it had no next time
-        return False
-    return nominal is not None and nominal == after.next(since)
+        return now
+    return now
+
+
+def _latest_common(before: Timetable, after: Timetable, since: datetime, until: datetime) -> datetime | None:
+    """Return the last nominal time of two timetables later than ``since`` and not later than ``until``, or None."""
+    for _ in range(MOST_COMPARED):
+        earlier = before.latest(since, until)
+        found = None if earlier is None else after.latest(since, earlier)
+        if found is None or found == earlier:
+            return found
+        until = found
+    return None
 
 
 def _has_later_past(entry: Entry, stored: Meta, now: datetime) -> bool:

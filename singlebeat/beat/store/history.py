@@ -75,6 +75,11 @@ class Record:
     end: End | None
 
     @property
+    def is_sent(self) -> bool:
+        """Whether a message was sent for it."""
+        return self.decision in {"dispatched", "buffered"}
+
+    @property
     def is_sent_otherwise(self) -> bool:
         """Whether code of the app has sent it under another id, or without beat's headers: its end is not recorded."""
         return self.decision == "dispatched" and bool(self.reason) and not self.is_without_lock

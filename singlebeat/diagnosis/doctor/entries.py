@@ -125,7 +125,7 @@ def _over(app: Celery, schedule: Read) -> Iterator[Finding]:
         elif why:
             done.append(f"{entry.name} ({why})")
     for name, own in History(app).own([*never]):
-        if own.ends or any(record.decision in {"dispatched", "buffered"} for record in own.decisions):
+        if own.ends or any(record.is_sent for record in own.decisions):
             done.append(f"{name} ({never.pop(name)})")  # it was triggered, which does not count as one of its times
     once = {entry.name for entry in schedule.usable if comes_once(entry.schedule)}
     for name, why in islice(never.items(), MOST_NAMED):
@@ -192,7 +192,7 @@ def _histories(app: Celery, schedule: Read) -> Iterator[Finding]:
 
 def _waiting(records: Sequence[Record]) -> int:
     """Return how many of an entry's last runs wait for their turn, since the last one that has ended."""
-    sent = (record for record in records if record.decision in {"dispatched", "buffered"})
+    sent = (record for record in records if record.is_sent)
     return sum(record.decision == "buffered" for record in takewhile(lambda record: record.end is None, sent))
 
 
