@@ -48,6 +48,9 @@ OF_CALL = frozenset({"name", "task", "schedule", "args", "kwargs", "options", "e
 #: The fields of a call and of its options that may hold arguments, or further calls, as a string.
 IN_TEXT = frozenset({"args", "kwargs", "argsrepr", "kwargsrepr", "link", "link_error", "chain", "chord"})
 
+#: Celery's tasks that call another one for each item of their second argument, ``it``.
+MAPPING = frozenset({"celery.map", "celery.starmap", "celery.chunks"})
+
 #: The part of a URL before its password, or before its port; and the password in the query of a URL.
 _USER = re.compile(r"://[^:@/\s]*:")
 _WORD = re.compile(r"\S+")
@@ -255,16 +258,16 @@ def _masked(value: Any, patterns: tuple[str, ...], app: Celery, task: str = "") 
             name: MASK
             if name not in own and _is_named(name, patterns)
             else _in_text(each, patterns, app, task if name in {"args", "argsrepr"} else "")
-            if name in IN_TEXT
+            if name in IN_TEXT or (name == "options" and isinstance(each, str))
             else _masked(each, patterns, app, task if name == "options" else "")
             for name, each in value.items()
         }
         if is_call and args is not None:
             shown["args"] = _positional(task, args, patterns, app)
-        if isinstance(name_of_task, Mapping) and isinstance(
-            value.get("it"), list | tuple
-        ):  # celery.map, celery.starmap
-            shown["it"] = [_item(str(name_of_task.get("task")), each, patterns, app) for each in value["it"]]
+        if isinstance(name_of_task, str) and isinstance(value.get("kwargs"), list | tuple) and value["kwargs"]:
+            shown["kwargs"] = MASK  # as pairs of names and values, say: it cannot be used
+        if isinstance(name_of_task, Mapping) and "it" in value:  # the kwargs of one of MAPPING
+            shown["it"] = _items(name_of_task, value["it"], patterns, app)
         return shown
     if isinstance(value, list | tuple):
         shown_ = [each if type(each) in _PLAIN else _masked(each, patterns, app) for each in value]
@@ -281,6 +284,13 @@ def _in_text(value: Any, patterns: tuple[str, ...], app: Celery, task: str) -> A
     return _masked(value, patterns, app)
 
 
+def _items(signature: Mapping[str, Any], items: Any, patterns: tuple[str, ...], app: Celery) -> Any:
+    """Return the items of one of ``MAPPING``, for the calls of a signature."""
+    if not isinstance(items, list | tuple):
+        return _masked(items, patterns, app)
+    return [_item(str(signature.get("task")), each, patterns, app) for each in items]
+
+
 def _item(task: str, item: Any, patterns: tuple[str, ...], app: Celery) -> Any:
     """Return an argument of ``map``, or the arguments of ``starmap``, for one call of a task."""
     first = _positional(task, [item], patterns, app)[0]
@@ -289,10 +299,13 @@ def _item(task: str, item: Any, patterns: tuple[str, ...], app: Celery) -> Any:
 
 def _positional(task: str, args: Sequence[Any], patterns: tuple[str, ...], app: Celery) -> list[Any]:
     are_secret = _secret_positions(task, app, patterns, len(args))
-    return [
+    shown = [
         MASK if is_secret else _masked(each, patterns, app)
         for each, is_secret in zip(args, chain(are_secret, repeat(False)), strict=False)
     ]
+    if task in MAPPING and len(args) > 1 and isinstance(args[0], Mapping):
+        shown[1] = _items(args[0], args[1], patterns, app)
+    return shown
 
 
 def _secret_positions(task: str, app: Celery, patterns: tuple[str, ...], count: int) -> Sequence[bool]:

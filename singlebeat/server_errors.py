@@ -65,7 +65,8 @@ def is_login_refused(error: Exception | str) -> bool:
 
 def with_advice(exc: Exception) -> str:
     """Return an error of a server with the advice about it; an error of our own may have that in its words already."""
-    text, hint = str(exc).rstrip("."), advice(exc)
+    text, _, _ = str(exc).partition(" : <redis.")  # redis-py adds the reprs of its clients, as of sentinels
+    text, hint = text.rstrip("."), advice(exc)
     return text if hint in text else f"{text}{hint}"
 
 

@@ -189,3 +189,15 @@ def test_an_entry_point_leads_to_something(group):
 def test_the_scheduler_goes_by_its_short_name():
     """``celery beat -S singlebeat`` and ``-S singlebeat.Scheduler`` are the same."""
     assert project()["entry-points"]["celery.beat_schedulers"] == {"singlebeat": "singlebeat:Scheduler"}
+
+
+def test_the_rights_in_the_docs_suffice_for_each_script():
+    granted = set(re.findall(r"\+([a-z|]+)", page("how-to/redis")))
+    wanted = {
+        (path.name, command.lower())
+        for path in SCRIPTS
+        for command in re.findall(r'redis\.p?call\("(\w+)"', path.read_text("utf-8"))
+    }
+
+    assert {(script, command) for script, command in wanted if command not in granted} == set()
+    assert len({command for _, command in wanted}) > 20

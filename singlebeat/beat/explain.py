@@ -272,15 +272,15 @@ def _pending(facts: Facts) -> Iterator[str]:
     if facts.state.redbeat_leads:
         yield f"The run for {when} is claimed and waits until a beat of singlebeat leads, as task {facts.pending.id}."
         return
-    why = "beat tries it again every few seconds, and logs why it could not send it (event=unreachable, refused or "
-    why += "trouble)"
+    why = "beat tries it again every few seconds, and logs why it could not send or confirm it (event=unreachable, "
+    why += "refused or trouble)"
     if facts.broker_away:
         why = f"{facts.broker_away.rstrip('.')}. Beat sends it once that is over"
     elif facts.queue_refused:
         why = f"{facts.queue_refused}. Beat sends it once that is over"
     elif facts.locks_away:
         why = f"{facts.locks_away.rstrip('.')}. Beat sends it once that is over"
-    yield f"The run for {when} is claimed and waits to be sent, as task {facts.pending.id}: {why}."
+    yield f"The run for {when} is claimed and not confirmed, as task {facts.pending.id}: {why}."
 
 
 def record_at(records: Sequence[Record], at: datetime | None) -> Record | None:

@@ -41,8 +41,8 @@ log = Log("celery.beat")
 BROKER, LOCKS = "the broker", "the locks' server"
 
 
-#: The word of RabbitMQ for a message that it can deliver to no queue, and the advice about it.
-_NO_ROUTE = "NO_ROUTE"
+#: The code and the word of RabbitMQ for a message that it can deliver to no queue, and the advice about it.
+_NO_ROUTE_CODE, _NO_ROUTE = 312, "NO_ROUTE"
 _NO_QUEUE = (
     "no queue is bound to that exchange with that routing key: start a worker that reads the queue, or correct "
     "exchange or routing_key"
@@ -132,7 +132,7 @@ class Failures:
         The queue may have been deleted since this process has declared it. The next try declares it again.
         """
         is_first = not self.backoff.failures_of(message.entry.key)
-        return is_first and any(_NO_ROUTE in str(cause) for cause in causes(exc))
+        return is_first and any(getattr(cause, "reply_code", None) == _NO_ROUTE_CODE for cause in causes(exc))
 
     def is_refused(self, message: Message, exc: Exception) -> bool:
         """Return whether RabbitMQ answers and refuses one message, as for a full queue; log it now and then."""

@@ -13,6 +13,7 @@ from ..config import Config
 from ..connections import RedisError, schedule_client
 from ..exposition import DELAYS, Answer, Metric, metrics_of, new_registry, serve
 from ..log import Log
+from ..server_errors import is_denied
 from .entries.occurrence import DecisionType, Kind
 from .status import ScheduleStatus
 from .store.probe import schedule_error, ticks_refusal
@@ -188,7 +189,8 @@ class BeatMetrics:
             try:
                 state = self._state()
             except RedisError as exc:
-                return self._verdict(schedule_error(self.app, exc))
+                refused = ticks_refusal(self.app, client=self._client) if is_denied(exc) else ""
+                return self._verdict(refused or schedule_error(self.app, exc))
             # A server that refuses writes may still let the leader renew its lease, and lets tools read the leader.
             return self._verdict(ticks_refusal(self.app, client=self._client) or state.problem() or state.unsent)
         return Answer.of("/metrics, /healthz or /readyz", 404)

@@ -143,6 +143,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._in_trouble = set[str]()  #: kinds of errors that were logged since the trouble began
         self._is_refused = False  #: in the last tick that failed, the schedule's server replied with an error
         self._closed = self._ticking = self._ticked = False
+        self._look_at = 0.0  #: monotonic: when this beat, as a standby, looks for a loss again
+        self._lost_since: datetime | None = None  #: a loss that is not restored yet
         self._vanished_in = 0  #: number of the present term, if we have logged in it that the schedule has vanished
         self._stored = set[str]()  #: the entries of ``beat_schedule`` that were stored
         self._left_out = dict[str, str]()  #: entries that could not be stored, and why
@@ -332,9 +334,11 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if is_new:
             self._lead(term)
         self._lost_messages.poll()
-        self._restore_lost_changes(now, term)
+        self._restore_lost_changes(self.clock.check(now, term), term)
         self._install_left_out()
         due, interval = self._read_due(now, term, is_new=is_new), min(self.max_interval, POLL_INTERVAL)
+        if self._restore_lost_changes(self.store.last_records.take_loss(), term):
+            return SHORTEST_SLEEP
         self.lost_places.check(due.witnesses)
         is_searching = self.lost_places.search()  # the next tick reads what it has found
         if not term.token and due.zone not in {None, str(app_zone(self.app))}:
@@ -350,13 +354,20 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             return SHORTEST_SLEEP
         return next_delay(due, scores, self.server_time.timestamp(), longest=interval)
 
-    def _restore_lost_changes(self, now: datetime, term: Term) -> None:
-        """Install ``beat_schedule`` again if the server has forgotten what this leader wrote."""
-        lost_since = self.clock.check(now, term)
-        if lost_since is not None:
-            why = f"the changes since {lost_since.isoformat(timespec='seconds')}, or shortly before, are lost"
-            self._note_loss(f"{why}: Redis has started from a snapshot, or another server has taken over")
-            self.setup_schedule()
+    def _restore_lost_changes(self, since: datetime | None, term: Term) -> bool:
+        """Note that the server has lost its changes since a moment, and install ``beat_schedule`` again.
+
+        Args:
+            since: None: no loss was found now. One that was found before is restored, if an error kept that from it.
+        """
+        self._lost_since = since or self._lost_since
+        if self._lost_since is None:
+            return False
+        self._note_loss(_lost_records(self._lost_since))
+        self._vanished_in = term.number
+        self.setup_schedule()
+        self._lost_since = None
+        return True
 
     def _read_due(self, now: datetime, term: Term, *, is_new: bool) -> Due:
         """Read due entries and pending occurrences, in places that were computed in this app's zone.
@@ -413,8 +424,15 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     def _note_loss(self, why: str) -> None:
         """Log that the server has lost data, and note it for operators; of several losses, the first one counts."""
         self._set_loss(why)
+        self.store.last_records.forget()
         sentence = "beat: The schedule has vanished, or its last changes: installing beat_schedule again"
         log.warning(sentence, event="schedule_vanished", reason=why)
+
+    def _note_earlier_loss(self, why: str) -> None:
+        """Log and note a loss before the present term, unless the leader has noted it: it may have known more."""
+        if why and self._set_loss(why):
+            sentence = "beat: The schedule has vanished, or its last changes, before another beat began to lead"
+            log.warning(sentence, event="schedule_vanished", reason=why)
 
     def _set_loss(self, why: str) -> bool:
         note = f"{self.server_time.now().isoformat(timespec='seconds')} {why}"
@@ -431,13 +449,14 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     def _stand_by(self) -> float:
         """Note that another beat leads; return the seconds until the next campaign."""
         self._end_term()
+        if time.monotonic() >= self._look_at and not self._closed:
+            self._look_at = time.monotonic() + POLL_INTERVAL
+            lost_since = self.store.last_records.look()
+            self._note_earlier_loss(_lost_records(lost_since) if lost_since is not None else "")
         if time.monotonic() >= self._check_leader_at and not self._closed:
             self._check_leader_at = time.monotonic() + LEADER_CHECK_INTERVAL
             leader, spoilt = self.lease.leader(), self.lease.spoilt
-            # The leader has noted it if it knew the forgotten terms, too.
-            if self.lease.forgotten and self._set_loss(why := _forgotten(self.lease.forgotten)):
-                sentence = "beat: The schedule has vanished, or its last changes, before another beat began to lead"
-                log.warning(sentence, event="schedule_vanished", reason=why)
+            self._note_earlier_loss(_forgotten(self.lease.forgotten) if self.lease.forgotten else "")
             name = self._stands_by_for if leader and self._stands_by_for else "another beat"
             if "host" in leader:
                 name = f"{leader['host']}:{leader['pid']}"
@@ -611,6 +630,18 @@ def _longest_call(config: Config) -> float:
     with suppress(TypeError, ValueError):  # the client raises for such an option
         return max(0.0, *(float(period or 0) for period in periods))
     return 0.0
+
+
+def _lost_records(since: datetime) -> str:
+    """Return how a server has lost its last changes, in words.
+
+    Args:
+        since: the time of the last change that is left, or of one shortly before.
+    """
+    return (
+        f"the changes since {since.isoformat(timespec='seconds')}, or shortly before, are lost: Redis has started from "
+        "a snapshot, or another server has taken over"
+    )
 
 
 def _forgotten(term: int) -> str:

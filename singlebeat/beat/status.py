@@ -283,11 +283,11 @@ class ScheduleStatus:
     @property
     def _unsent(self) -> str:
         pending = counted(self.pending, "occurrence is", "occurrences are")
-        return f"{pending} claimed and not sent, the first is late by {self.pending_lag:.0f} s"
+        return f"{pending} claimed and not confirmed, the first is late by {self.pending_lag:.0f} s"
 
     @property
     def unsent(self) -> str:
-        """How many occurrences are claimed and not sent, in words; empty if none is late by more than ``MAX_LAG``."""
+        """How many occurrences are pending, in words; empty if none is late by more than ``MAX_LAG``."""
         return self._unsent if self.pending_lag > MAX_LAG else ""
 
     def has_beat_of(self, owner: str) -> bool:

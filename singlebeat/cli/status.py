@@ -14,7 +14,7 @@ import click
 from ..beat.leadership.lease import resign
 from ..beat.page import off_by_name
 from ..beat.status import MAX_LAG, ScheduleStatus, counted
-from ..beat.store.probe import lock_trouble, refuses_writes, ticks_refusal
+from ..beat.store.probe import STANDBY, lock_trouble, refuses_writes, schedule_refusal, ticks_refusal
 from ..connections import ResponseError
 from ..diagnosis.leader import who
 from .output import UNANSWERED, Seconds, command, fail, marked, printable, show_json
@@ -45,8 +45,8 @@ def status_(app: Celery, as_json: bool) -> None:
         return
     click.echo(printable(f"leader      {', '.join(filter(None, (who(state), state.renewed)))}"))
     refused = ticks_refusal(app)
-    what = "writes" if refuses_writes(refused) else "a command"
-    unnoted = f", and none can note itself while the server refuses {what}" if refused and not state.standbys else ""
+    what = "writes" if refuses_writes(refused) else schedule_refusal(app, needs=STANDBY) and "a command"
+    unnoted = f", and none can note itself while the server refuses {what}" if what and not state.standbys else ""
     click.echo(f"{'beats' if state.is_shared or state.sharing else 'standbys':<12}{len(state.standbys)}{unnoted}")
     for standby in state.standbys:
         of_app = f", of app {standby['app']}" if standby.get("app", state.app) != state.app else ""
@@ -77,7 +77,7 @@ def status_(app: Celery, as_json: bool) -> None:
     if not waits and not state.works:
         waits = ", which wait for a beat to lead"
     why = "the broker or the locks' server does not answer, or refuses a command (see doctor)"
-    waits = waits or f", claimed and not yet sent: if they stay, {why}"
+    waits = waits or f", claimed and not confirmed: if they stay, {why}"
     late = f", the first late by {state.pending_lag:.0f} s" if state.pending_lag else ""
     click.echo(f"pending     {state.pending}{late}" + (waits if state.pending else ""))
     for line in _pauses(app, state):
@@ -130,7 +130,7 @@ def _pauses(app: Celery, state: ScheduleStatus) -> Iterator[str]:
 def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
     """Check whether a beat leads and keeps up, for probes.
 
-    A server that refuses writes is unhealthy. A run that is claimed and not sent counts as late. A schedule
+    A server that refuses writes is unhealthy. A run that is claimed and not confirmed counts as late. A schedule
     that the server has lost is unhealthy while it has no entries. Exit code 0: healthy. 1: unhealthy. 2: Redis does not
     answer.
     """

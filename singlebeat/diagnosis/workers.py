@@ -26,7 +26,7 @@ from ..errors import SinglebeatError
 from ..locks import backend_of
 from ..locks.redis import RETIRED
 from ..log import without_passwords
-from ..server_errors import advice, denied_command, is_denied
+from ..server_errors import denied_command, is_denied, with_advice
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -90,7 +90,7 @@ class Workers:
             # A worker whose user may not send an answer is silent.
             refused = "" if any(answers) else broker_refusal(app)
         except Exception as exc:  # transports raise any exception
-            why = f"{without_passwords(str(exc)).rstrip('.')}{advice(exc)}"
+            why = without_passwords(with_advice(exc))
             if is_denied(exc):
                 if not denied_command(str(exc)):  # of a script: Redis before 7.2 does not name it
                     with suppress(Exception):  # of the broker, which ``why`` is about

@@ -100,7 +100,7 @@ class Poller:
             problem = f"the schedule's server {schedule_place(self.app)}: {schedule_server_says(self.app, exc)}"
             return Snapshot(None, problem, problem)
         behind = state.behind if state.lag > MAX_LAG else ""
-        problem = self._refusal() or state.problem() or state.sent_elsewhere or behind or state.lost
+        problem = self._refusal() or state.problem() or state.unlike or state.sent_elsewhere or behind or state.lost
         facts = (
             {name: value for name, value in state.leader.items() if name not in {"took", "ahead"}},
             [beat.get("host", "") + beat.get("pid", "") for beat in state.standbys],

@@ -441,10 +441,12 @@ def test_b7_a_wrong_password_or_a_missing_right_is_named(beat, server, own_serve
             running.metric("pending_occurrences", "1.0"),
             running.ready("^200 ok$"),
             tools.say("health", f"^healthy: .*{running.leads}"),
-            tools.say("status", "^pending +1, .*claimed and not yet sent: .*locks' server does not answer, or refuses"),
+            tools.say(
+                "status", "^pending +1, .*claimed and not confirmed: .*locks' server does not answer, or refuses"
+            ),
             tools.say("locks", f"^Error: {away}", code=2),
             tools.say("doctor", f"^problem  locks: {away}", code=1),
-            tools.say("explain steady", f"is claimed and waits to be sent, as task .*{away}"),
+            tools.say("explain steady", f"is claimed and not confirmed, as task .*{away}"),
         )
         incident = Incident("B7 right password of the locks' server again")
         user("locks", ">secret-of-locks")

@@ -389,12 +389,12 @@ def test_b6_rabbitmq_and_redis_that_are_unreachable_are_named(
         beat = Beat(stage.start("beat", "-l", "WARNING", beat_schedule={"steady": steady}), port)
         tools = Tools(stage.app())
         oracle.wait_ended(2, "steady", timeout=60)
-        waits = "is claimed and waits to be sent, as task .*: the broker .* does not answer"
+        waits = "is claimed and not confirmed, as task .*: the broker .* does not answer"
         with rabbit.outage():
             Incident("B6 RabbitMQ stopped").until(
                 beat.logs("ERROR.*stay pending until the broker answers event=unreachable server=.?the broker"),
                 beat.metric("pending_occurrences", "1.0"),
-                tools.say("status", "^pending +1, .*claimed and not yet sent"),
+                tools.say("status", "^pending +1, .*claimed and not confirmed"),
                 tools.say(
                     "doctor",
                     "^problem  broker .*: it does not answer: .*Connection refused; messages cannot be sent",

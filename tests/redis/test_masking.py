@@ -76,6 +76,28 @@ def test_a_secret_that_cannot_be_decoded_is_in_no_log_and_no_reason(
     assert SECRET not in f"{reason} {caplog.text} {shown}"
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"options": {"link": json.dumps({"task": "t", "args": [], "kwargs": {"password": SECRET}, "options": {}})}},
+        {"options": {"expires": f"redis://:{SECRET}@h"}},
+        {"schedule": f"redis://:{SECRET}@h"},
+    ],
+    ids=str,
+)
+def test_the_reason_of_a_wrong_option_shows_no_secret(cli, bench, redis, no_worker_is_awaited, caplog, fields):
+    definition = {"task": "t", "schedule": 60, **fields}
+    redis.hset("redbeat:n", "definition", json.dumps(definition))
+    redis.zadd("redbeat::schedule", {"redbeat:n": 1})
+
+    bench.tick()
+
+    reason = redis.hgetall("redbeat::quarantine")["redbeat:n"]
+    commands = (("explain", "n"), ("show", "n"), ("list",), ("doctor",))
+    shown = [cli(*command, code=None).output for command in commands]
+    assert SECRET not in f"{reason} {caplog.text} {shown}"
+
+
 def test_a_definition_that_is_no_json_is_shown_up_to_its_first_secret(cli, entry, redis):
     redis.hset("redbeat:e", "definition", entry.encode()[:-1])
 

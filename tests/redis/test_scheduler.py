@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta, timezone
 from functools import partial
@@ -2551,6 +2551,40 @@ def test_what_a_dying_beat_put_back_goes_with_the_next_deploy(server, redis, ben
     assert Entry.from_key("redbeat:only", app=bench_on(server).app).total_run_count == 7
 
 
+@pytest.mark.parametrize("step", ["_own", "_unpark", "save_entries"])
+def test_a_roll_back_that_begins_anew_puts_back_what_was_parked(server, redis, bench_on, monkeypatch, step):
+    """The connection is lost after one of its steps, or the beat is killed there, and another goes on."""
+    old = {"e": {"task": PLAIN, "schedule": 3600, "args": ["e"]}}
+    bench = bench_on(server)
+
+    def deploy(entries: dict[str, Any]) -> None:
+        scheduler = bench.scheduler(beat_schedule=entries)
+        scheduler.tick()
+        scheduler.tick()
+        scheduler.close()
+
+    deploy(old)
+    bench.schedule.pause("e", "audit")
+    bench.schedule.trigger("e")
+    deploy({})
+    assert not redis.exists("redbeat:e")
+
+    where = statics if step == "save_entries" else statics.Statics
+    run = getattr(where, step)
+
+    def run_and_fail(*args: Any, **options: Any) -> None:
+        run(*args, **options)
+        monkeypatch.setattr(where, step, run)
+        raise RedisConnectionError
+
+    monkeypatch.setattr(where, step, run_and_fail)
+    deploy(old)
+
+    policy = bench.schedule.get("e").policy
+    assert (policy.paused, policy.note) == (True, "audit")
+    assert bench.names == ["e"]
+
+
 def test_an_entry_put_back_without_a_place_gets_one_at_the_next_start(server, redis, bench_on, monkeypatch):
     old = {"e": {"task": PLAIN, "schedule": 3600}}
     for given in (old, {}):
@@ -2932,6 +2966,62 @@ def test_a_lost_schedule_is_said_once_by_the_beat_that_leads_next(
         assert said[0]["reason"].startswith("the server has forgotten term 1: it has lost all its data, or its last ")
     assert redis.get(LOST).endswith(f" {said[0]['reason']}")
     assert "warning  schedule: the server has lost the schedule, or its" in cli("doctor", app=bench.app, code=1).output
+
+
+def load_snapshot(redis: Any, snapshot: Mapping[str, bytes], *, lock: bool) -> None:
+    """Let the server be as it was, with the leader's lock or without: it may have ended meanwhile."""
+    redis.flushall()
+    for key, value in snapshot.items():
+        if lock or key != LOCK:
+            redis.restore(key, 60_000 if key in {LOCK, LEADER} else 0, value)
+
+
+@pytest.mark.parametrize("next_one", ["the leader goes on", "the leader leads again", "the standby leads"])
+@pytest.mark.parametrize("lost", ["a change", "a run"])
+def test_a_server_that_starts_from_a_snapshot_is_noticed(bench, server, logged, lost, next_one):
+    leader, standby = bench.scheduler(), bench.scheduler()
+    bench.put("old")
+    leader.tick()
+    standby.tick()
+    with server.client(decode_responses=False) as raw:
+        snapshot = {key.decode(): raw.dump(key) for key in raw.scan_iter()}
+        if lost == "a change":
+            bench.schedule.pause("old")
+        else:
+            bench.put("due")
+        leader.tick()
+        standby._look_at = 0.0
+        standby.tick()
+        load_snapshot(raw, snapshot, lock=next_one == "the leader goes on")
+
+    if next_one == "the leader leads again":
+        assert not leader.lease.renew()
+    (standby if next_one == "the standby leads" else leader).tick()
+
+    reason = "shortly before, are lost: Redis has started from a snapshot, or another server has taken over"
+    assert [line["reason"].partition(", or ")[2] for line in logged("schedule_vanished")] == [reason]
+    assert "the server has lost the schedule, or its last changes" in ScheduleStatus.of(bench.app).lost
+
+
+@pytest.mark.parametrize("removed", ["all records", "the records until then", "the streams"])
+def test_removed_records_are_no_loss(bench, redis, logged, removed):
+    leader, standby = bench.scheduler(), bench.scheduler()
+    bench.put("e")
+    leader.tick()
+    standby.tick()
+    for stream in ("redbeat::changes", "redbeat::history"):
+        if removed == "the streams":
+            redis.delete(stream)
+        else:
+            redis.xadd(stream, {"a": "b"})
+            redis.xtrim(stream, maxlen=int(removed == "the records until then"), approximate=False)
+
+    standby._look_at = 0.0
+    standby.tick()
+    leader.tick()
+
+    assert logged("schedule_vanished") == []
+    assert not redis.exists(LOST)
 
 
 def test_a_lost_schedule_is_shown_until_a_day_has_passed(bench, cli):

@@ -438,6 +438,8 @@ def test_a_signature_in_the_arguments_of_a_task_of_celery_is_checked_too(app):
 
     with pytest.raises(EntryError, match="the option eta is 0"):
         decode(app, task="celery.map", kwargs={"task": bad, "it": [1]})
+    with pytest.raises(EntryError, match="the option eta is 0"):
+        decode(app, task="celery.chord", kwargs={"header": [], "body": SIGNATURE, "eta": 0})
     assert decode(app, task="mine", kwargs={"task": bad}).kwargs == {"task": bad}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import Any
 
@@ -86,6 +87,31 @@ def test_a_signature_in_the_arguments_of_a_task_of_celery_is_found(app, task, kw
             check_allowed(entry_of(app, task, kwargs=filled(kwargs, wrong)), PATTERNS)
         with pytest.raises(EntryError, match="by name"):  # where a position decides what it is
             check_allowed(entry_of(app, task, args=list(filled(kwargs, good).values())), PATTERNS)
+
+
+@pytest.mark.parametrize(
+    "further",
+    [
+        {"link": [{"task": "admin.drop", "args": [], "kwargs": {}, "options": {}}]},
+        {"headers": {"task": "admin.drop"}},
+        {"kwargs": {"task": "admin.drop"}},
+    ],
+    ids=str,
+)
+def test_further_arguments_of_a_chord_are_refused(app, further):
+    """Celery takes them for options of its tasks, or replaces the arguments of its tasks with them."""
+    kwargs = {"header": [ok(app)], "body": ok(app), "kwargs": {}, "max_retries": 5}
+    whole = {**kwargs, **further}
+
+    for given, check in (
+        (kwargs, nullcontext()),
+        (whole, pytest.raises(EntryError, match=r"celery\.chord has the arg")),
+    ):
+        with check:
+            check_allowed(entry_of(app, "celery.chord", kwargs=given), ("shop.*", "celery.chord"))
+        with check:
+            chord_ = {"task": "celery.chord", "args": [], "kwargs": given, "options": {}}
+            check_allowed(entry_of(app, options={"link": {**chord_, "subtask_type": "chord"}}), PATTERNS)
 
 
 @pytest.mark.parametrize("name", ["celery.chord_unlock", "celery.starmap", "celery.chunks", "celery.chord"])

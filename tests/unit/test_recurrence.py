@@ -302,8 +302,10 @@ def test_an_hourly_job_runs_hourly_in_elapsed_time_on_both_shifts() -> None:
         assert {later - earlier for earlier, later in pairwise(found)} == {HOUR}, edge
 
 
-def test_a_wildcard_in_the_gap_does_not_run() -> None:
-    assert walls(crontab("*/30", 2), "2024-03-30T12:00", BERLIN, 1) == ["01 02:00 +0200"]
+def test_a_wildcard_in_the_gap_runs_only_if_its_hour_is_fixed() -> None:
+    assert walls(crontab(30, "*/2"), "2024-03-30T23:45", BERLIN, 1) == ["31 04:30 +0200"]
+    assert walls(crontab("*/30", 2), "2024-03-30T12:00", BERLIN, 2) == ["31 03:00 +0200", "01 02:00 +0200"]
+    assert walls(crontab("*", "2-3"), "2024-03-30T12:00", BERLIN, 2) == ["31 03:00 +0200", "31 03:01 +0200"]
 
 
 def test_a_wildcard_runs_in_both_passes_of_half_an_hour() -> None:
@@ -330,13 +332,15 @@ def test_a_field_that_names_every_value_is_a_wildcard() -> None:
     assert walls(hourly, "2024-10-27T00:15", BERLIN, 2) == ["27 02:30 +0200", "27 02:30 +0100"]
 
 
-def reference(schedule: crontab, start: datetime, minutes: int, zone: tzinfo, *, wildcard: bool) -> list[datetime]:
+def reference(schedule: crontab, start: datetime, minutes: int, zone: tzinfo) -> list[datetime]:
     """
-    Say minute by minute whether Debian's cron would run the job.
+    Say minute by minute whether the job runs.
 
     A wildcard runs when the wall clock matches. A fixed job runs when the wall clock reaches a matching minute, or
-    jumps over it, for the first time.
+    jumps over it, for the first time. A wildcard minute in a fixed hour runs in both cases.
     """
+    any_hour = "*" in str(schedule._orig_hour)
+    wildcard = any_hour or "*" in str(schedule._orig_minute)
 
     def matches(wall: datetime) -> bool:
         return (
@@ -353,7 +357,8 @@ def reference(schedule: crontab, start: datetime, minutes: int, zone: tzinfo, *,
         moment = start + count * MINUTE
         wall = moment.astimezone(zone).replace(tzinfo=None)
         new = [reached + step * MINUTE for step in range(1, (wall - reached) // MINUTE + 1)]
-        if (matches(wall) if wildcard else any(map(matches, new))) and count > 0:
+        reaches = not any_hour and any(map(matches, new))
+        if (reaches or (wildcard and matches(wall))) and count > 0:
             found.append(moment)
         reached = max(reached, wall)
     return found
@@ -372,9 +377,8 @@ def test_a_crontab_runs_when_a_minute_by_minute_cron_would_run_it(
 ) -> None:
     zone, day = edge
     start = day + offset * MINUTE
-    wildcard = "*" in str(plan._orig_minute) + str(plan._orig_hour)
 
-    expected = reference(plan, start, 1440, zone, wildcard=wildcard)
+    expected = reference(plan, start, 1440, zone)
 
     assert list(islice(occurrences(plan, start, zone), len(expected))) == expected
     following_one = next_occurrence(plan, expected[-1] if expected else start, zone=zone)

@@ -196,7 +196,8 @@ def _next_crontab(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> date
     Return the next time at which the wall clock of `zone` satisfies every field, by the DST rules of Debian's cron(8).
 
     - Wildcard job (minute or hour begins with `*`, or names every value): runs whenever the wall clock shows a matching
-      minute: in both passes of a repeated hour, and not at all in a skipped hour.
+      minute: in both passes of a repeated hour, and not at all in a skipped hour. Only the last differs from cron(8):
+      if its hour is no wildcard, it runs once right after the gap, or the night might be without a run.
     - Fixed job (any other): a time in a repeated hour runs in the first pass only; times in a skipped hour run once,
       right after the gap.
 
@@ -205,7 +206,7 @@ def _next_crontab(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> date
     on the hour (Chatham).
     """
     times = ((schedule.minute, schedule._orig_minute, 60), (schedule.hour, schedule._orig_hour, 24))
-    wildcard = any(len(values) == size or str(spec).startswith("*") for values, spec, size in times)
+    any_minute, any_hour = (len(values) == size or str(spec).startswith("*") for values, spec, size in times)
     fields = (schedule.minute, schedule.hour, schedule.day_of_month, schedule.month_of_year, schedule.day_of_week)
 
     def walls(wall: datetime) -> Iterator[datetime]:
@@ -213,21 +214,22 @@ def _next_crontab(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> date
         calendar.dt = wall.replace(tzinfo=UTC)  # CronSim then does no zone arithmetic
         return calendar
 
-    return _on_clock(walls, after, zone, wildcard=wildcard)
+    return _on_clock(walls, after, zone, repeats=any_minute or any_hour, skips=any_hour)
 
 
 def _on_clock(
-    walls: Callable[[datetime], Iterator[datetime]], after: datetime, zone: tzinfo, *, wildcard: bool
+    walls: Callable[[datetime], Iterator[datetime]], after: datetime, zone: tzinfo, *, repeats: bool, skips: bool
 ) -> datetime | None:
     """
     Return the first instant after `after` at which the wall clock of `zone` shows a time of the schedule, or None.
 
     Args:
         walls: yields, in their order, the times of the schedule on the wall clock that are later than a given one.
-        wildcard: apply the rules of a wildcard job instead of a fixed one (see `_next_crontab`).
+        repeats: a time in a repeated hour runs in both passes.
+        skips: a time in a skipped hour does not run, instead of right after the gap.
     """
     start = after.astimezone(zone).replace(tzinfo=None, microsecond=0)
-    if wildcard:
+    if repeats:
         # If the clocks are set back soon, the wall clock repeats times before this one: start that much earlier.
         start -= max(ZERO, _offset(after, zone) - _offset(after + LONGEST_SHIFT, zone))
 
@@ -236,12 +238,12 @@ def _on_clock(
         first = wall.replace(tzinfo=zone, fold=0).astimezone(UTC)
         second = wall.replace(tzinfo=zone, fold=1).astimezone(UTC)
         if first > second:  # PEP 495: this time of day is in a gap
-            if wildcard:
+            if skips:
                 continue
             first = _end_of_gap(second, first, zone)
         if first > after:
             return first if repeated is None else min(first, repeated)
-        if wildcard and repeated is None and second > after:
+        if repeats and repeated is None and second > after:
             repeated = second
     return repeated
 
@@ -289,7 +291,8 @@ def _next_rrule(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> dateti
         if not isinstance(clock, ZoneInfo) and start.utcoffset() == _offset(start, zone):
             clock = zone
         walls = partial(rfc5545.walls, schedule, start.astimezone(UTC).astimezone(clock).replace(tzinfo=None))
-        found = _on_clock(walls, after, clock, wildcard=rfc5545.keeps_pace(schedule))
+        is_wildcard = rfc5545.keeps_pace(schedule)
+        found = _on_clock(walls, after, clock, repeats=is_wildcard, skips=is_wildcard)
     return None if found is None or (schedule.until is not None and found > schedule.until) else found
 
 

@@ -55,7 +55,7 @@ def check_signatures(task: str, kwargs: NamedArguments) -> None:
         EntryError: an option has a value that Celery cannot use.
     """
     if task.startswith("celery."):
-        _check_all(lambda: _options_of([*kwargs.values()]))
+        _check_all(lambda: _options_of({"task": task, "kwargs": kwargs}))
 
 
 def check_encoding(options: Options) -> None:
@@ -100,7 +100,8 @@ def _check(name: str, value: object, is_usable: Callable[[object], bool], wanted
             return
     except (ValueError, TypeError, OverflowError):
         pass
-    raise EntryError(f"definition: the option {name} is {scalar(value)}: use {wanted}")
+    what = "a string" if name in SIGNATURES and isinstance(value, str) else scalar(value)  # it may hold secrets
+    raise EntryError(f"definition: the option {name} is {what}: use {wanted}")
 
 
 def _check_stamps(options: Options) -> None:
@@ -120,6 +121,8 @@ def scalar(value: object) -> str:
         kind = value.get("__type__")
         fields = f"an object with the fields {saferepr([*value], 80)}"
         return f"of type {saferepr(kind, 80)}" if isinstance(kind, str) else fields
+    if isinstance(value, str) and "://" in value:
+        return "a string with a URL"
     return "an array" if isinstance(value, list | tuple) else saferepr(value, 80)
 
 
@@ -155,6 +158,8 @@ def _options_of(value: object) -> Iterator[Options]:
         yield from _options(value)
     if isinstance(task, str) and task.startswith("celery.") and isinstance(kwargs, Mapping):
         yield from _options_of([*kwargs.values()])
+        if task == "celery.chord":  # it passes its further arguments on as options
+            yield from _options(kwargs)
 
 
 def _is_number(value: object) -> TypeGuard[float]:

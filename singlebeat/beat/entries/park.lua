@@ -70,7 +70,7 @@ local function park(entry, kept, name, found, left, is_entry)
     redis.call("HSET", kept, "owner", owner)
     redis.call("HDEL", kept, "recorded")
     redis.call("PEXPIRE", kept, ttl)
-    if redis.call("HEXISTS", kept, "pending") == 1 then
+    if redis.call("HGET", kept, "pending") then
       return "unsent"
     end
   end

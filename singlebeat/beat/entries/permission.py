@@ -28,15 +28,16 @@ PLAIN_OPTIONS = frozenset(
     }
 )
 
-#: Celery's tasks that run the tasks in their arguments, and the names of these arguments.
-RUN_BY_ARGUMENTS: Mapping[str, Sequence[str]] = {
-    "celery.map": ("task",),
-    "celery.starmap": ("task",),
-    "celery.chunks": ("task",),
-    "celery.chain": ("tasks",),
-    "celery.group": ("tasks",),
-    "celery.chord": ("header", "body"),
-    "celery.chord_unlock": ("callback",),
+#: Celery's tasks that run the tasks in their arguments: the names of these arguments, and of those that name no task.
+RUN_BY_ARGUMENTS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
+    "celery.map": (("task",), ("it",)),
+    "celery.starmap": (("task",), ("it",)),
+    "celery.chunks": (("task",), ("it", "n")),
+    "celery.chain": (("tasks",), ()),
+    "celery.group": (("tasks",), ("result", "group_id", "partial_args", "add_to_parent")),
+    # Others are options of the tasks in it.
+    "celery.chord": (("header", "body"), ("partial_args", "interval", "countdown", "max_retries", "eager")),
+    "celery.chord_unlock": (("callback",), ("group_id", "result", "interval", "max_retries")),
 }
 
 #: The kinds of signatures that contain others, and the name of the Celery task of each.
@@ -81,11 +82,17 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 def _tasks_of_call(task: str, args: object, kwargs: object, options: object) -> Iterator[str]:
     """Yield the tasks that a call makes run besides itself."""
     if task in RUN_BY_ARGUMENTS:
-        for name in RUN_BY_ARGUMENTS[task]:
+        checked, harmless = RUN_BY_ARGUMENTS[task]
+        for name in checked:
             # A positional value could become this argument, also by moving behind the result of the previous task.
             if args or not isinstance(kwargs, Mapping) or name not in kwargs:
                 raise EntryError(f"{task} needs {name} by name, so that singlebeat_allowed_tasks can check it")
             yield from _tasks(kwargs[name])
+        for name, value in kwargs.items() if isinstance(kwargs, Mapping) else ():
+            # The kwargs of a chord replace those of the signatures in it.
+            if name not in {*checked, *harmless} and (name != "kwargs" or value):
+                what = f"{task} has the argument {shortened(name)}"
+                raise EntryError(f"{what}: singlebeat_allowed_tasks cannot check the tasks in it")
     if not isinstance(options, Mapping | None):
         raise _unchecked_error(options)
     for name, value in (options or {}).items():

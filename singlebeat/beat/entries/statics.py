@@ -201,13 +201,18 @@ class Statics:
         owners = self._owners(possible)
         results = dict[str, EntryError | None](self._conflicts(entries, owners))
         entries = {name: entry for name, entry in entries.items() if name not in results}
-        absent = [name for name in possible if name not in results and self.owner not in owners.get(name, ())]
-        missing = [*self.missing(absent)]
+        possible = [name for name in possible if name not in results]
+        absent, missing = (
+            [name for name in possible if self.owner not in owners.get(name, ())],
+            [*self.missing(possible)],
+        )
         if owns:
-            self._own(missing, owners)
+            self._own([name for name in absent if name in {*missing}], owners)
         over = dict(over or {})
-        for at in range(0, len(absent), BATCH):
-            for name in self._unpark(absent[at : at + BATCH], now):
+        # Of those that are owned and missing, an earlier beat may have ended between the two steps.
+        parked = [*dict.fromkeys((*absent, *missing))]
+        for at in range(0, len(parked), BATCH):
+            for name in self._unpark(parked[at : at + BATCH], now):
                 over.pop(name, None)
         author, fence = self._author, self._fence()
         saved = save_entries(self.client, self.keys, entries, now, author, keep_disabled=True, fence=fence, over=over)

@@ -63,7 +63,7 @@ local function unpark(entry, kept, name, since)
   if since ~= "" then
     redis.call("HSET", entry, "since", since)
   end
-  if redis.call("HEXISTS", entry, "pending") == 1 then
+  if redis.call("HGET", entry, "pending") then
     redis.call("ZADD", KEYS[3], 0, entry)
   end
   redis.call("DEL", kept)

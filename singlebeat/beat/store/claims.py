@@ -32,6 +32,7 @@ from ..keys import Keys
 from ..server_time import READ_CLOCK, ServerTime
 from ..share import ALL, Share
 from .changes import notice
+from .last_records import LastRecords
 from .quarantine import QUARANTINED, RECHECKED_PER_TICK, Quarantine
 from .server import eviction_policy
 from .spoilt import why_spoilt
@@ -228,6 +229,7 @@ class Store:
         self.pauses = NO_PAUSES
         self.quarantine = Quarantine(app, client, self.keys, progress=progress)
         self.calculating_time = CalculatingTime()
+        self.last_records = LastRecords(client, self.keys)
 
     def check_eviction(self) -> None:
         """Log it if the server may evict entries when its memory is full.
@@ -278,9 +280,11 @@ class Store:
             pipe.get(keys.zone)
             pipe.execute_command("EVAL", READ_PAUSES.text, 1, keys.pauses)
             pipe.execute_command("EVAL", READ_WITNESSES.text, 2, keys.schedule, keys.placed)
+            self.last_records.ask(pipe)
             shown, members, upcoming, waiting, quarantined, parked, recorded, *rest = pipe.execute()
-        statics, zone, pauses, witnesses = rest
+        statics, zone, pauses, witnesses, records = rest
         self._time.heard(shown, asked)
+        self.last_records.heard(records)
         self._note_pauses(Pauses.of(pauses))
         if parked > recorded:
             self.quarantine.recheck_unrecorded()  # the next tick reads them

@@ -125,8 +125,6 @@ def check_prefixes(app: Celery, schedule: Read) -> Iterator[Finding]:
 def check_settings(app: Celery, _: Read) -> Iterator[Finding]:
     """Check for settings that are valid, and seldom meant."""
     config = Config.of(app)
-    if config.redbeat_lock_key is None:
-        yield Finding("warning", "redbeat_lock_key", "is None: no beat leads, all beats share the work unfenced")
     if config.redbeat_lock_timeout < 2:
         text = f"{config.redbeat_lock_timeout:g} s is short: a pause of the host or of Redis costs leadership"
         yield Finding("warning", "redbeat_lock_timeout", text)
