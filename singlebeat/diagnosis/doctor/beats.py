@@ -38,6 +38,8 @@ def check_beats(app: Celery, schedule: Read) -> Iterator[Finding]:
     if state.waits:
         advice = f"{state.waits}. To run one now: celery singlebeat trigger NAME. Set up NTP on that server"
         yield Finding("problem" if state.set_back > UNFIT_FROM else "warning", "clock", advice)
+    if state.is_shared and not state.leader:  # else the settings are unlike
+        yield Finding("warning", "redbeat_lock_key", "is None: no beat leads, all beats share the work unfenced")
     yield from _leadership(app, schedule)
     yield from _renewal(state)
     yield from _apps(app, schedule)
@@ -67,8 +69,6 @@ def check_beats(app: Celery, schedule: Read) -> Iterator[Finding]:
 def _leadership(app: Celery, schedule: Read) -> Iterator[Finding]:
     """Check that a beat leads, that it sends entries in time, and that a standby is there."""
     state, refused = schedule.state, schedule.refused
-    if state.is_shared and not state.leader:  # else the settings are unlike
-        yield Finding("warning", "redbeat_lock_key", "is None: no beat leads, all beats share the work unfenced")
     if state.works and refuses_writes(refused):
         led = f"{who(state)}, leads" if state.leader or state.redbeat_leads else "beats share the work"
         text = f"{led} at this moment, and cannot send while the schedule's server refuses writes"
