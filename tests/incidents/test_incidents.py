@@ -252,12 +252,19 @@ def test_b2_a_restarted_redis_has_kept_the_data_that_it_persists(beat, server, o
         incident = Incident("B2 Redis with snapshots killed and started")
         incident.until(tools.say("doctor", snapshots, code=1))
         own_server.restart("--save", "3600 1", "--appendonly", "no")
+        lost = (
+            "the server has lost the schedule, or its last changes, .*the changes since .* are lost: Redis has started"
+        )
         incident.until(
-            tools.say("health", "^healthy: .*pid"),
-            tools.say("explain late", "Error: .*late", code=1),
-            tools.say("doctor", snapshots, code=1),
+            tools.say("health", f"^healthy: .*pid.*\n?.*{lost}"),
+            tools.say("status", f"^lost +{lost}"),
+            tools.say("explain late", f"Error: .*late.*[Tt]{lost[1:]}", code=1),
+            tools.say("doctor", snapshots, f"^warning +schedule: {lost}", code=1),
+            tools.say("list", f"lost: {lost}"),
+            second.metric("schedule_lost", "1.0"),
         )
         sent(tools.app, "dynamic", more=2)
+        assert [beat for beat, position in logged.items() if beat.process.matches(VANISHED, after=position)]
         assert snapshot <= {record["id"] for _, record in admin.xrange("redbeat::history")}
 
 

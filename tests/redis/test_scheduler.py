@@ -3003,6 +3003,19 @@ def test_a_server_that_starts_from_a_snapshot_is_noticed(bench, server, logged, 
     assert "the server has lost the schedule, or its last changes" in ScheduleStatus.of(bench.app).lost
 
 
+def test_a_lost_record_after_one_that_has_no_time_is_noticed(bench, redis, logged):
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    for number in (2**63, 2**63 + 1):
+        redis.xadd("redbeat::changes", {"a": "b"}, id=f"{number}-1")
+    scheduler.tick()
+    redis.xdel("redbeat::changes", f"{2**63 + 1}-1")
+
+    scheduler.tick()
+
+    assert len(logged("schedule_vanished")) == 1
+
+
 @pytest.mark.parametrize("removed", ["all records", "the records until then", "the streams"])
 def test_removed_records_are_no_loss(bench, redis, logged, removed):
     leader, standby = bench.scheduler(), bench.scheduler()

@@ -62,4 +62,7 @@ class LastRecords:
 
 
 def _moment(id_: str) -> datetime:
-    return datetime.fromtimestamp(int(id_.partition("-")[0]) / 1000, UTC)
+    try:
+        return datetime.fromtimestamp(int(id_.partition("-")[0]) / 1000, UTC)
+    except (ValueError, OverflowError, OSError):  # another program has given it
+        return datetime.max.replace(tzinfo=UTC)
