@@ -90,6 +90,16 @@ local function hold(lock, is_ours, bound, id, gen, ttl, expiry, task, args, if_h
   return ttl
 end
 
+--- Forget the ends of an id from a generation on, because a new call has the id.
+local function forget(done, id, gen)
+  for _, member in ipairs(redis.call("ZRANGE", done, 0, -1)) do
+    local what = string.sub(member, 1, #id + 1) == id .. ":" and string.sub(member, #id + 2)
+    if what == "replaced" or (what and (tonumber(what) or -1) >= tonumber(gen)) then
+      redis.call("ZREM", done, member)
+    end
+  end
+end
+
 local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, args, payload, if_held, entry, only, note,
     new_state)
   if deadline > 0 and now > deadline then
@@ -179,7 +189,7 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
     redis.call("DEL", behind)
   end
   if has_ended and (is_held or not holder) then
-    redis.call("ZREM", done, id .. ":" .. gen, id .. ":replaced")
+    forget(done, id, gen)
   end
   if by_itself[1] == id then -- a worker has received its message before its sender got here
     redis.call("DEL", turn)

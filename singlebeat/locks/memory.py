@@ -126,8 +126,11 @@ class MemoryBackend(BaseBackend):
         must_wait = bool(holder or waiting or in_turn)
         if not in_turn:
             self._records.pop(turn.key, None)
-        for ended in (ref.generation, REPLACED):
-            self._done.get(ref.key, {}).pop((ref.task_id, ended), None)
+        if any(self._ended(ref.key, ref.task_id, ended) for ended in (ref.generation, REPLACED)):
+            ends = self._done.get(ref.key, {})
+            for task_id, ended in [*ends]:
+                if task_id == ref.task_id and (ended == REPLACED or ended >= ref.generation):
+                    del ends[task_id, ended]
         until = now + call.expiry if call.expiry else None
         owner = (ref.task_id, ref.generation, call.state, "")
         record = _Record(*owner, 0, call.task, call.arguments, now, now, until, "", call.if_held, call.entry)

@@ -1446,6 +1446,27 @@ def test_many_locks_are_freed_at_once_and_only_their_own(backend, redis):
     assert [bool(redis.exists(ref.key)) for ref in refs] == [False, True, False]
 
 
+@pytest.mark.parametrize("kind", [RedisBackend, MemoryBackend])
+def test_a_new_call_under_a_used_id_may_retry_as_the_first_did(server, redis, kind):
+    """Another id of which that is the beginning is remembered."""
+    backend = RedisBackend(server.url) if kind is RedisBackend else MemoryBackend()
+    other = replace(RUN, task_id=f"{RUN.task_id}:1")
+    for run in (other, RUN):
+        assert acquire(backend, run).verdict is Verdict.ACQUIRED
+        assert begin(backend, run).verdict is Verdict.STARTED
+        assert backend.rotate(run, to=later(run), ttl=QUEUED_TTL, remember_for=MEMORY)
+        retry = later(run, nonce="n2")
+        assert begin(backend, retry).verdict is Verdict.STARTED
+        backend.finish_many([retry], remember_for=MEMORY, ran=True)
+
+    assert acquire(backend, RUN).verdict is Verdict.ACQUIRED
+
+    assert begin(backend, RUN).verdict is Verdict.STARTED
+    assert backend.rotate(RUN, to=later(RUN), ttl=QUEUED_TTL, remember_for=MEMORY)
+    assert begin(backend, later(RUN, nonce="n3")).verdict is Verdict.STARTED
+    assert begin(backend, later(other, nonce="n4")).verdict is Verdict.DONE
+
+
 # ---------------------------------------------------------------- operators
 
 

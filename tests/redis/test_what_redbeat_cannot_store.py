@@ -15,6 +15,7 @@ from dateutil.rrule import MO
 from redbeat.schedules import rrule
 
 from singlebeat import Entry, Schedule, clocked
+from singlebeat.beat.entries.definition import Meta
 from singlebeat.beat.store import quarantine
 from singlebeat.errors import ConflictError, EntryError
 from singlebeat.locks import backend_of
@@ -52,6 +53,39 @@ class Estimated(Asked):
 
     def remaining_estimate(self, last_run_at: datetime) -> timedelta:
         return last_run_at + HOUR - self.now()
+
+
+class Every(BaseSchedule):  # type: ignore[misc]
+    """A user's own schedule with a parameter, which Redis does not know."""
+
+    def __init__(self, hours: int) -> None:
+        super().__init__()
+        self.hours = hours
+
+    def is_due(self, last_run_at: datetime) -> schedstate:
+        left = (last_run_at + self.hours * HOUR - self.now()).total_seconds()
+        return schedstate(is_due=left <= 0, next=left if left > 0 else self.hours * 3600)
+
+
+@pytest.mark.parametrize(("hours", "place"), [(9, 8 * HOUR), (3, 3 * HOUR), (20, 20 * HOUR)])
+def test_a_deploy_that_changes_an_own_class_moves_the_place(bench, redis, hours, place):
+    """From nine hours; the last run was an hour ago."""
+
+    def deploy(hours: int) -> None:
+        beat = bench.scheduler(beat_schedule={"e": {"task": PLAIN, "schedule": Every(hours)}})
+        beat.tick()
+        beat.close()
+
+    deploy(9)
+    past = datetime.now(UTC) - HOUR
+    redis.hset("redbeat:e", "meta", Meta(past, 1).encode())
+    redis.hdel("redbeat:e", "since")
+    redis.zadd(SCHEDULE, {"redbeat:e": (past + 9 * HOUR).timestamp()})
+
+    deploy(hours)
+
+    assert abs(bench.score() - (datetime.now(UTC) + place).timestamp()) < 30
+    assert bench.messages == []
 
 
 KINDS = {

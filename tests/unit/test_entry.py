@@ -384,6 +384,23 @@ def test_an_option_of_a_linked_signature_is_checked_as_that_of_the_entry(app, op
         decode(app, options={"link": {**SIGNATURE, "options": options}})
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"task_id": {"a": 1}},
+        {"root_id": ["a"]},
+        {"retries": "1"},
+        {"headers": {"id": {"a": 1}}},
+        {"headers": {"task": "x"}},
+    ],
+    ids=str,
+)
+def test_what_a_worker_cannot_read_of_a_link_is_refused(app, options):
+    """Else each worker that gets the message ends."""
+    with pytest.raises(EntryError, match="definition: the option"):
+        decode(app, options={"link": [{**SIGNATURE, "options": options}]})
+
+
 @pytest.mark.parametrize("where", ["the message", "a link"])
 def test_a_stamped_header_without_a_value_is_refused(app, where):
     """Celery fails with a KeyError: in beat for the message itself, in the worker after the run for its link."""

@@ -22,7 +22,8 @@ from jsonschema import Draft202012Validator
 from redbeat.schedules import rrule
 
 from singlebeat import Entry, clocked
-from singlebeat.beat.entries.definition import TAKEN_HEADERS, TAKEN_OPTIONS, decode_definition
+from singlebeat.beat.entries.definition import TAKEN_OPTIONS, decode_definition
+from singlebeat.beat.entries.options import TAKEN_HEADERS
 from singlebeat.beat.entries.policy import EntryPolicy, PolicyOptions
 from singlebeat.errors import EntryError
 from singlebeat.overlap import Overlap

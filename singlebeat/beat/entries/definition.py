@@ -10,11 +10,9 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from celery.app.task import Context
 from celery.schedules import BaseSchedule, schedule
 
 from ...errors import EntryError
-from ...locks.base import HEADER, RUN_HEADER
 from ..calendar.recurrence import is_known
 from ..keys import check_encodable
 from .code_only import insert_marks, restore_arguments, restore_schedule
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = (
     "Meta",
-    "check_headers",
     "decode_definition",
     "encode_definition",
     "loads_object",
@@ -47,12 +44,6 @@ TAKEN_OPTIONS = frozenset(
         *("content_type", "content_encoding", "body", "name", "args", "kwargs"),
         *("producer", "publisher", "connection", "router", "result_cls", "task_type"),
     }
-)
-
-#: Headers that Celery (the attributes of its request), kombu or singlebeat sets: an entry's would replace them.
-TAKEN_HEADERS = frozenset(
-    {name for name in vars(Context) if not name.startswith("__")}
-    | {"lang", "task", "argsrepr", "kwargsrepr", "compression", HEADER, RUN_HEADER}
 )
 
 DATETIME_FIELDS = ("year", "month", "day", "hour", "minute", "second", "microsecond")
@@ -291,23 +282,9 @@ def _typed(value: object, kind: type, name: str) -> Any:
     return value
 
 
-def check_headers(headers: object) -> None:
-    """Check the headers in the options of an entry, or of a signature in the entry.
-
-    Raises:
-        EntryError: the headers are not a JSON object, or one would replace a header that Celery or singlebeat sets.
-    """
-    if not isinstance(headers, dict | None):
-        raise EntryError("definition: the option headers is not a JSON object")
-    for name in headers or ():
-        if name in TAKEN_HEADERS:
-            raise EntryError(f"definition: the option headers has {name!r}, which an entry must not set")
-
-
 def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
     if not options:
         return options
-    check_headers(options.get("headers"))
     for name, value in options.items():
         if name in TAKEN_OPTIONS:
             raise EntryError(f"definition: an entry must not set the option {name}")

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, TypeGuard
 
+from celery.app.task import Context
 from celery.utils.saferepr import saferepr
 from kombu.compression import get_encoder
 from kombu.serialization import registry
 
 from ...errors import EntryError
 from ...locks import seconds_until
+from ...locks.base import HEADER, RUN_HEADER
 from ...locks.key import check_sendable
 from ...log import LONGEST_REASON
 
@@ -33,17 +35,23 @@ __all__ = (
 #: Options whose value is a signature or a list of signatures.
 SIGNATURES = ("link", "link_error", "chain", "chord")
 
+#: Headers that Celery (the attributes of its request), kombu or singlebeat sets: an entry's would replace them.
+TAKEN_HEADERS = frozenset(
+    {name for name in vars(Context) if not name.startswith("__")}
+    | {"lang", "task", "argsrepr", "kwargsrepr", "compression", HEADER, RUN_HEADER}
+)
+
 #: The values that kombu accepts: any other raises a KeyError, which kombu takes for a lost connection to Redis.
 DELIVERY_MODES = (1, 2, "transient", "persistent")
 
 
 def check_values(options: Options) -> None:
-    """Check the numbers, dates, names and signatures among the options of a call, and in these signatures.
+    """Check the numbers, dates, names, headers and signatures among the options of a call, and in these signatures.
 
     The main process of a worker reads them. Celery's main process ends on some unreadable values.
 
     Raises:
-        EntryError: an option has a value that Celery cannot use.
+        EntryError: an option has a value that Celery cannot use, or replaces a header that Celery or singlebeat sets.
     """
     _check_all(lambda: _options(options))
 
@@ -90,6 +98,7 @@ def _check_all(found: Callable[[], Iterator[Options]]) -> None:
             for name, (is_usable, wanted) in _CHECKS.items():
                 _check(name, options.get(name), is_usable, wanted)
             _check_stamps(options)
+            _check_headers(options.get("headers"))
     except RecursionError:
         raise EntryError("definition: the signatures are nested too deeply") from None
 
@@ -102,6 +111,14 @@ def _check(name: str, value: object, is_usable: Callable[[object], bool], wanted
         pass
     what = "a string" if name in SIGNATURES and isinstance(value, str) else scalar(value)  # it may hold secrets
     raise EntryError(f"definition: the option {name} is {what}: use {wanted}")
+
+
+def _check_headers(headers: object) -> None:
+    if not isinstance(headers, dict | None):
+        raise EntryError("definition: the option headers is not a JSON object")
+    for name in headers or ():
+        if name in TAKEN_HEADERS:
+            raise EntryError(f"definition: the option headers has {name!r}, which an entry must not set")
 
 
 def _check_stamps(options: Options) -> None:
@@ -164,6 +181,10 @@ def _options_of(value: object) -> Iterator[Options]:
 
 def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(float(value))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_limit(value: object) -> bool:
@@ -236,6 +257,12 @@ _CHECKS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "expires": (lambda value: _is_wait(value) or _is_moment(value), "a number of seconds or an ISO 8601 date"),
     "delivery_mode": (lambda value: value in DELIVERY_MODES, "one of 1, 2, transient, persistent"),
     **dict.fromkeys(("queue", "exchange", "routing_key", "shadow", "serializer"), (_is_name, "a name")),
+    # Those of a signature that Celery has made; a worker that cannot read them ends.
+    **dict.fromkeys(
+        ("task_id", "root_id", "parent_id", "group_id", "reply_to", "correlation_id"), (_is_name, "a name")
+    ),
+    **dict.fromkeys(("argsrepr", "kwargsrepr"), (_is_name, "a string")),
+    **dict.fromkeys(("retries", "group_index", "replaced_task_nesting"), (_is_count, "a whole number, 0 or more")),
     "link": (_are_links, f"signatures, each as {_SIGNATURE}"),
     "chain": (_is_chain, f"an array of signatures, each as {_SIGNATURE}"),
     "stamped_headers": (_are_names, "a list of names, each once"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from celery.utils.saferepr import saferepr
 
 from ...errors import EntryError
-from .definition import check_headers
+from ...masking import MAPPING
 from .options import SIGNATURES, shortened
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ PLAIN_OPTIONS = frozenset(
         *("queue", "exchange", "exchange_type", "routing_key", "priority", "delivery_mode", "mandatory"),
         *("serializer", "compression", "retry", "retry_policy", "timeout", "confirm_timeout"),
         *("task_id", "add_to_parent", "overlap"),
+        "headers",  # checked with the definition
     }
 )
 
@@ -88,6 +89,11 @@ def _tasks_of_call(task: str, args: object, kwargs: object, options: object) -> 
             if args or not isinstance(kwargs, Mapping) or name not in kwargs:
                 raise EntryError(f"{task} needs {name} by name, so that singlebeat_allowed_tasks can check it")
             yield from _tasks(kwargs[name])
+        called = kwargs["task"] if isinstance(kwargs, Mapping) and task in MAPPING else None
+        if (called["task"] if isinstance(called, Mapping) else called) in RUN_BY_ARGUMENTS:
+            raise EntryError(
+                f"{task} calls a task of Celery: singlebeat_allowed_tasks cannot check the tasks in its items"
+            )
         for name, value in kwargs.items() if isinstance(kwargs, Mapping) else ():
             # The kwargs of a chord replace those of the signatures in it.
             if name not in {*checked, *harmless} and (name != "kwargs" or value):
@@ -98,8 +104,6 @@ def _tasks_of_call(task: str, args: object, kwargs: object, options: object) -> 
     for name, value in (options or {}).items():
         if name in SIGNATURES:
             yield from _tasks(value) if value is not None else ()
-        elif name == "headers":
-            check_headers(value)
         elif name not in PLAIN_OPTIONS:
             raise EntryError(f"the option {name} is unknown: singlebeat_allowed_tasks cannot check the tasks in it")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from ...errors import ConflictError, EntryError
 from ..calendar.clocked import comes_once
+from ..calendar.recurrence import is_known
 from .code_only import given_for
 from .definition import Meta, loads_object, salvage_fields
 from .fields import BATCH, read_fields, write_fields
@@ -34,6 +35,9 @@ _T = TypeVar("_T")
 
 #: How many times an entry is read and written, if another program keeps changing it in between.
 ATTEMPTS = 5
+
+#: Seconds by which the place of an entry may differ from its next time: a user's own schedule class may round.
+PLACE_DIFFERS = 60.0
 
 #: How many times of a schedule are compared with those of the schedule that replaces it.
 MOST_COMPARED = 20
@@ -172,10 +176,12 @@ def _plan(
             wanted = entry.encode()
             is_same = (wanted, entry.policy.encode()) == (definition, policy or "")
             stored = _read(Meta.decode, meta, since) if meta else None
-            if is_same and score is not None and stored is not None and not _has_later_past(entry, stored, now):
+            has_moved = _has_moved(entry, stored, score, now)
+            is_kept = is_same and not has_moved and score is not None and stored is not None
+            if is_kept and stored is not None and not _has_later_past(entry, stored, now):
                 entry.version = wanted, policy or ""
             else:
-                wish = _wish(entry, wanted, member, fields[:4], score, now, pauses, keep_disabled)
+                wish = _wish(entry, wanted, member, fields[:4], score, now, pauses, keep_disabled, has_moved)
                 _check(entry, wish, now)
                 wishes[name] = wish
         except EntryError as exc:
@@ -195,6 +201,7 @@ def _wish(
     now: datetime,
     pauses: Callable[[], Pauses],
     keep_disabled: bool,
+    has_moved: bool,
 ) -> _Wish:
     definition, meta, policy, since = found
     # Each is decoded on its own: a broken one is replaced, and the rest is kept.
@@ -219,6 +226,7 @@ def _wish(
     same_times = (
         when is not None
         and wanted is not None
+        and not has_moved
         and have_same_times(when, entry.schedule)
         and all(getattr(wanted, name) == getattr(entry.policy, name) for name in TIMING)
         # An entry that was finished may go on now.
@@ -237,7 +245,7 @@ def _wish(
         past = replace(entry.meta, last_run_at=None) if at_once else entry.meta
     elif definition and not has_run_since:
         if not same_times:
-            past = replace(past, since=_counts_from(stored, wanted, entry, past, now))
+            past = replace(past, since=_counts_from(None if has_moved else stored, wanted, entry, past, now))
         if was_off_until is not None:
             past = entry.timetable.passed(past, was_off_until)
     is_broken = (definition and stored is None) or (meta and whole is None)
@@ -257,6 +265,20 @@ def _wish(
     )
 
 
+def _has_moved(entry: Entry, past: Meta | None, score: float | None, now: datetime) -> bool:
+    """Return whether the place of an entry is yet to come, and is not its next time by the user's own schedule class.
+
+    Redis knows the name of such a class only: its code or its parameters have changed.
+    """
+    if is_known(entry.schedule) or past is None or score is None or score <= now.timestamp():
+        return False
+    since = entry.timetable.since(past.counts_from)
+    try:
+        return since is not None and abs(entry.timetable.score(entry.timetable.next(since)) - score) > PLACE_DIFFERS
+    except Exception:  # which is found when it is due
+        return False
+
+
 def _counts_from(
     stored: Entry | None, policy: EntryPolicy | None, entry: Entry, past: Meta, now: datetime
 ) -> datetime | None:
@@ -267,7 +289,7 @@ def _counts_from(
     as it is, the entry counts as before.
 
     Args:
-        stored: the entry before the change; None if it is unreadable.
+        stored: the entry before the change; None if it is unreadable or unknown.
         policy: of the entry before the change; None if it is unreadable.
     """
     if stored is None or policy is None or (policy.max_runs is not None and past.total_run_count >= policy.max_runs):
