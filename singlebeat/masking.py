@@ -42,6 +42,9 @@ _PLAIN = frozenset({int, float, bool, type(None)})
 #: Most characters of a string that is parsed, so that a hostile one takes little time.
 MOST_PARSED = 20_000
 
+#: Parameters of a task whose names are looked at, at most.
+MOST_PARAMETERS = 100
+
 #: The fields of a definition or a signature: their names are no names of arguments.
 OF_CALL = frozenset({"name", "task", "schedule", "args", "kwargs", "options", "enabled", "subtask_type", "immutable"})
 
@@ -75,7 +78,7 @@ def masked(value: Any, app: Celery) -> Any:
     if not patterns:
         return value
     try:
-        return _masked(value, patterns, app)
+        return _masked(value, patterns, app, is_nested=False)
     except RecursionError:
         return MASK
 
@@ -116,7 +119,7 @@ def masked_text(text: str, app: Celery, *, task: str = "") -> str:
                 return text if shown == value else write(shown)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
-    if task and any(_secret_positions(task, app, patterns, 100)):
+    if task and any(_secret_positions(task, app, patterns, MOST_PARAMETERS)):
         return MASK
     secret = next((found.end() for found in _NAME.finditer(text) if _may_be_secret(found, patterns)), len(text))
     first = min(secret, _password_of_url(text))
@@ -243,11 +246,12 @@ def _text(value: object) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def _masked(value: Any, patterns: tuple[str, ...], app: Celery, task: str = "") -> Any:
+def _masked(value: Any, patterns: tuple[str, ...], app: Celery, task: str = "", *, is_nested: bool = True) -> Any:
     """Return a value with secret arguments masked.
 
     Args:
         task: whose options the value is; empty: it is something else.
+        is_nested: whether it stands in another value: a call may be a signature then.
     """
     if isinstance(value, Mapping):
         name_of_task, args = value.get("task"), value.get("args")
@@ -262,12 +266,17 @@ def _masked(value: Any, patterns: tuple[str, ...], app: Celery, task: str = "") 
             else _masked(each, patterns, app, task if name == "options" else "")
             for name, each in value.items()
         }
+        # Results and the arguments of a group may come before those of a signature.
+        is_behind = is_nested and "schedule" not in value and not value.get("immutable")
         if is_call and args is not None:
-            shown["args"] = _positional(task, args, patterns, app)
+            shown["args"] = _positional(task, args, patterns, app, is_behind=is_behind)
         if isinstance(name_of_task, str) and isinstance(value.get("kwargs"), list | tuple) and value["kwargs"]:
             shown["kwargs"] = MASK  # as pairs of names and values, say: it cannot be used
-        if isinstance(name_of_task, Mapping) and "it" in value:  # the kwargs of one of MAPPING
+        if isinstance(name_of_task, Mapping | str) and "it" in value:  # the kwargs of one of MAPPING
             shown["it"] = _items(name_of_task, value["it"], patterns, app)
+        kwargs = value.get("kwargs")
+        if is_call and task in MAPPING and args and isinstance(kwargs, Mapping) and "it" in kwargs:
+            shown["kwargs"] = {**_masked(kwargs, patterns, app), "it": _items(args[0], kwargs["it"], patterns, app)}
         return shown
     if isinstance(value, list | tuple):
         shown_ = [each if type(each) in _PLAIN else _masked(each, patterns, app) for each in value]
@@ -284,11 +293,12 @@ def _in_text(value: Any, patterns: tuple[str, ...], app: Celery, task: str) -> A
     return _masked(value, patterns, app)
 
 
-def _items(signature: Mapping[str, Any], items: Any, patterns: tuple[str, ...], app: Celery) -> Any:
-    """Return the items of one of ``MAPPING``, for the calls of a signature."""
+def _items(called: object, items: Any, patterns: tuple[str, ...], app: Celery) -> Any:
+    """Return the items of one of ``MAPPING``, for the calls of a task or of a signature."""
     if not isinstance(items, list | tuple):
         return _masked(items, patterns, app)
-    return [_item(str(signature.get("task")), each, patterns, app) for each in items]
+    task = str(called.get("task") if isinstance(called, Mapping) else called)
+    return [_item(task, each, patterns, app) for each in items]
 
 
 def _item(task: str, item: Any, patterns: tuple[str, ...], app: Celery) -> Any:
@@ -297,13 +307,22 @@ def _item(task: str, item: Any, patterns: tuple[str, ...], app: Celery) -> Any:
     return _positional(task, item, patterns, app) if isinstance(item, list) and first != MASK else first
 
 
-def _positional(task: str, args: Sequence[Any], patterns: tuple[str, ...], app: Celery) -> list[Any]:
-    are_secret = _secret_positions(task, app, patterns, len(args))
+def _positional(
+    task: str, args: Sequence[Any], patterns: tuple[str, ...], app: Celery, *, is_behind: bool = False
+) -> list[Any]:
+    """Return positional arguments with the secret ones masked.
+
+    Args:
+        is_behind: others may come before them, so each may have the name of a later parameter.
+    """
+    are_secret = _secret_positions(task, app, patterns, MOST_PARAMETERS if is_behind and args else len(args))
+    if is_behind:
+        are_secret = [any(are_secret[at:]) for at in range(len(are_secret))]
     shown = [
         MASK if is_secret else _masked(each, patterns, app)
         for each, is_secret in zip(args, chain(are_secret, repeat(False)), strict=False)
     ]
-    if task in MAPPING and len(args) > 1 and isinstance(args[0], Mapping):
+    if task in MAPPING and len(args) > 1:
         shown[1] = _items(args[0], args[1], patterns, app)
     return shown
 

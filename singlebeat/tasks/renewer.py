@@ -23,6 +23,7 @@ from ..locks.acquire import note_of_broker
 from ..locks.base import RENEWALS_PER_LEASE, BaseBackend, Ref, Renewal, Ticket, entry_of
 from ..log import Log
 from ..native_threads import Empty, SimpleQueue, await_native, do_in_loop, native_sleep, start_native_thread
+from ..server_errors import is_key_denied
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -98,6 +99,7 @@ class Renewer:
         self._wake: SimpleQueue[SimpleQueue[None] | None] = SimpleQueue()
         self._later: list[_End] = []
         self._gate_closed_until = 0.0
+        self._denied = set[str]()  #: the keys of locks that the server denies to this user, once that is logged
         self._started = self._is_retired = False
         self.timer: Timer = None  #: of the worker's event loop, where messages may be acknowledged; None without worker
         self.failing = False  #: whether the locks' server is unreachable or refuses, and no retry has succeeded yet
@@ -258,7 +260,7 @@ class Renewer:
         while not self._handovers.empty():
             handover = self._handovers.get_nowait()
             try:
-                self._rotate(self.backend, handover)
+                self._in_parts([handover.run], partial(self._rotate_one, handover))
             except LockBackendError:
                 self._handovers.put(handover)
                 raise
@@ -270,15 +272,21 @@ class Renewer:
         # Keep the ends until the server has accepted them: it may be unreachable at this moment.
         self._later = later + [end._replace(due=now + RETRY_AFTER) for end in over][-MOST_ENDS:]
         lost = set[Ref]()
-        for has_run in (True, False):
-            refs = [end.ticket.run for end in over if end.ran is has_run]
-            lost |= set(self.backend.finish_many(refs, remember_for=self.remember_for, ran=has_run))
-        self.backend.finish_many([ref for end in over for ref in end.ticket.refs[1:]], remember_for=self.remember_for)
+
+        def finish(refs: Sequence[Ref], *, ran: bool = False) -> None:
+            lost.update(self.backend.finish_many(refs, remember_for=self.remember_for, ran=ran))
+
+        self._in_parts([end.ticket.run for end in over if end.ran], partial(finish, ran=True))
+        self._in_parts([end.ticket.run for end in over if not end.ran], finish)
+        self._in_parts([ref for end in over for ref in end.ticket.refs[1:]], finish)
         self._later = later
         for end in over:
             if end.task and end.ticket.run in lost:
                 said = "%(task)s[%(id)s] has ended without its lock: it was lost before"
                 self._report_loss(end.task, end.ticket.run, said)
+
+    def _rotate_one(self, handover: _Handover, _: Sequence[Ref]) -> None:
+        self._rotate(self.backend, handover)
 
     def _rotate(self, backend: BaseBackend, handover: _Handover) -> None:
         run, successor, ttl, note = handover
@@ -314,12 +322,40 @@ class Renewer:
                 found.append(request)
         return found
 
+    def _in_parts(self, refs: Sequence[Ref], do: Callable[[Sequence[Ref]], object]) -> None:
+        """Do something with many locks at once, but leave out those whose keys are denied to this user.
+
+        The server refuses a call with such a key as a whole. The key of one message must not harm the locks of others.
+
+        Raises:
+            LockBackendError: as ``do``, unless a key is denied.
+        """
+        try:
+            do(refs)
+        except LockBackendError as exc:
+            if not is_key_denied(exc):
+                raise
+            if len(refs) > 1:
+                self._in_parts(refs[: len(refs) // 2], do)
+                self._in_parts(refs[len(refs) // 2 :], do)
+            elif refs[0].key not in self._denied:
+                self._denied.add(refs[0].key)
+                log.warning(
+                    "a lock is not renewed, and ends by itself", event="not_renewed", id=refs[0].task_id, reason=exc
+                )
+
     def _renew(self, requests: Sequence[Request]) -> None:
+        renewals = dict[Ref, Renewal]()
+
+        def renew(refs: Sequence[Ref], *, lease: float) -> None:
+            renewals.update(zip(refs, self.backend.renew_many(refs, lease=lease), strict=True))
+
         held = [(request, ref) for request in requests for ref in request.renewed()]
-        renewals = self.backend.renew_many([ref for _, ref in held], lease=self.lease)
+        self._in_parts([ref for _, ref in held], partial(renew, lease=self.lease))
         shown = [(request, ref) for request in requests for ref in request.shown_alive()]
-        renewals += self.backend.renew_many([ref for _, ref in shown], lease=0)
-        for (request, ref), renewal in zip(held + shown, renewals, strict=True):
+        self._in_parts([ref for _, ref in shown], partial(renew, lease=0))
+        for request, ref in held + shown:
+            renewal = renewals.get(ref)
             if request.ticket is None or ref.key != request.ticket.key:
                 continue  # the lock of a message in the queue ends with its start
             if renewal is Renewal.QUEUED and request.time_start is not None:

@@ -568,6 +568,36 @@ def test_an_unreadable_lock_does_not_stop_the_renewal_of_others(app, deliver, re
     assert redis.hget(other.ticket.key, "state") == "running", "it began while the server was away"
 
 
+def test_a_key_that_is_denied_to_the_worker_harms_no_other_lock(app, deliver, server, redis, caplog):
+    """The server refuses a call with such a key as a whole: no lock of the worker would be renewed or freed."""
+    redis.acl_setuser("few", enabled=True, nopass=True, categories=["+@all"], keys=["SINGLETONLOCK_*", "singlebeat:*"])
+    app.conf.singleton_backend_url = server.url.replace("://", "://few:any@")
+    task, renewer = task_of(app), renewer_of(app)
+    denied = [
+        deliver(task, [name], id=name, **{HEADER: Ticket(name, f"mine:{name}", f"mine:{name}", nonce="n").header()})
+        for name in "de"
+    ]
+    runs = [deliver(task, [name]) for name in "abc"]
+    for run in runs:
+        backend_of(app).begin(run.ticket.run, lease=1, remember_for=60, task="app.task", arguments="")
+    for run in (*runs, *denied):
+        run.time_start = time.time()
+
+    renewer.hand_over(denied[0], denied[0].ticket.run, ttl=60.0)
+    renewer._renew(renewer._living())
+    assert all(redis.pttl(run.ticket.key) > 1000 for run in runs)
+
+    for ended in (denied[1], runs[0]):
+        ended.acknowledged = True
+        ended.free_if_acknowledged()
+    renewer.flush()
+    assert [redis.exists(run.ticket.key) for run in runs] == [0, 1, 1]
+    said = [record.message for record in caplog.records if "event=not_renewed" in record.message]
+    assert len(said) == 2
+    assert all("grant all keys with the prefix of that key" in text for text in said)
+    redis.acl_deluser("few")
+
+
 # ---------------------------------------------------------------- a broker that takes no messages
 
 

@@ -85,8 +85,11 @@ def test_a_definition_and_the_signatures_in_it_are_calls(app):
     shown = masked(definition, app)
 
     assert SECRET not in json.dumps(shown)
-    assert shown["kwargs"]["then"]["args"] == ["ann", MASK]
+    assert shown["kwargs"]["then"]["args"] == [MASK, MASK], "a result may come before them"
     assert shown["task"] == "bound"
+    assert masked(signature, app)["args"] == ["ann", MASK]
+    (immutable, definition) = masked([{**signature, "immutable": True}, {**signature, "schedule": 60}], app)
+    assert (immutable["args"], definition["args"]) == (["ann", MASK], ["ann", MASK])
 
 
 def test_the_patterns_are_a_setting(app):
@@ -134,6 +137,9 @@ def test_strings_of_json_and_reprs_are_masked_even_broken_ones(app, text):
         {"options": {"link": [json.dumps({"task": "login", "args": ["ann", SECRET]})]}},
         {"options": {"link": json.dumps({"task": "login", "args": ["ann", SECRET]})}},
         {"kwargs": [["password", SECRET]]},
+        {"args": [], "options": {"link": [{"task": "login", "args": [SECRET], "kwargs": {}}]}},
+        {"task": "celery.starmap", "kwargs": {"task": "login", "it": [["ann", SECRET]]}},
+        {"task": "celery.starmap", "args": ["login"], "kwargs": {"it": [["ann", SECRET]]}},
         {"options": json.dumps({"link": {"task": "login", "args": [], "kwargs": {"password": SECRET}}})},
         {"task": "celery.starmap", "args": [{"task": "login", "args": []}, [["ann", SECRET]]]},
         {"kwargs": {"task": {"task": "bound", "args": []}, "it": [SECRET, SECRET]}},

@@ -110,6 +110,7 @@ def test_an_entry_with_a_run_now_and_then_is_not_said_to_be_replaced():
 
     assert silence_of([sent(6), *replaced(5, 4, 3, 2), just_now]) == "", "a worker has dropped them after a long run"
     assert silence_of([sent(6), *replaced(5, 4, 3, 2), sent(1)]) == "", "that one runs"
+    assert silence_of([sent(6, decision="buffered"), *replaced(5, 4, 3, 2)]) == "", "the last one waits for a run"
     assert silence_of([sent(6), *replaced(5, 4, 3), sent(2, end("success")), *replaced(1)]) == ""
 
 

@@ -24,7 +24,7 @@ PLAIN_OPTIONS = frozenset(
         *("countdown", "eta", "expires", "expire_seconds", "time_limit", "soft_time_limit", "ignore_result", "shadow"),
         *("queue", "exchange", "exchange_type", "routing_key", "priority", "delivery_mode", "mandatory"),
         *("serializer", "compression", "retry", "retry_policy", "timeout", "confirm_timeout"),
-        *("task_id", "add_to_parent", "overlap"),
+        *("task_id", "add_to_parent", "overlap", "interval", "max_retries"),
         "headers",  # checked with the definition
     }
 )
