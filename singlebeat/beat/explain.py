@@ -20,7 +20,7 @@ from .delivery import PREFETCH, listed
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
 from .silence import NOT_RECORDED, expiry_of
-from .status import APART, NAMESAKE, NO_BEAT, QUARANTINED_LATER, REDBEAT_LEADS, SEE_LOG, to_delete
+from .status import APART, NAMESAKE, NO_BEAT, OVERDUE_AFTER, QUARANTINED_LATER, REDBEAT_LEADS, SEE_LOG, to_delete
 from .store.probe import refuses_writes
 
 if TYPE_CHECKING:
@@ -311,6 +311,18 @@ def _missing_record(facts: Facts, record: Record | None, at: datetime) -> Iterat
         yield f"Nothing was decided about {_moment(nominal)}, by the schedule that the entry has now."
 
 
+def _catch_up(facts: Facts, record: Record) -> Iterator[str]:
+    """Say what a run has made up for: the last of the times that have passed may be the present one."""
+    is_late = (record.at - record.nominal).total_seconds() > OVERDUE_AFTER
+    stands = "stands for all times that passed before it"
+    if facts.entry is not None and comes_once(facts.entry.schedule):
+        stands = ""
+    if is_late:
+        yield f"It was sent late{stands and ', and '}{stands}."
+    elif stands:
+        yield f"It {stands}."
+
+
 def _decision(facts: Facts, record: Record) -> Iterator[str]:
     when = _moment(record.nominal)
     match record.decision:
@@ -321,8 +333,7 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
                 waited = record.reason.replace("waits for", "waited for", 1)
                 yield f"It met an equal call and had to wait for its turn: it {waited}."
             if record.kind == "catch_up":
-                is_only = facts.entry is not None and comes_once(facts.entry.schedule)
-                yield f"It was sent late{'' if is_only else ', and stands for all times that passed before it'}."
+                yield from _catch_up(facts, record)
             yield from _end(facts, record)
         case "skipped_overlap":
             yield f"The run for {when} was skipped: {_blocking_call(record)} was not over ({record.reason})."

@@ -28,6 +28,7 @@ from ..locks.key import behind_key, is_turn_key, suspects_key
 from ..locks.redis import RETIRED
 from ..log import Log, without_passwords
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, record_end_of_message
+from ..server_errors import with_advice
 from .delivery import Delivery, Reader
 from .destination import queue_of_call
 from .result_backend import ResultBackendError, ask_results, stored_end
@@ -308,7 +309,7 @@ def _examine_once(app: Celery, locks: Sequence[Waiting], backend: BaseBackend, a
                 yield from list(_ask(app, rest, broker, expected, leaving, answers))
         except Exception as exc:  # a transport may raise anything
             log.debug("the broker cannot be asked for lost messages", event="not_asked", reason=exc)
-            why = f"the broker cannot be asked for its message: {without_passwords(str(exc)).rstrip('.')}"
+            why = f"the broker cannot be asked for its message: {without_passwords(with_advice(exc))}"
             yield from (Found(lock, "", why) for lock in rest)
 
 

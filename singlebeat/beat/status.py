@@ -39,6 +39,7 @@ __all__ = (
     "MAX_LAG",
     "NAMESAKE",
     "NO_BEAT",
+    "OVERDUE_AFTER",
     "QUARANTINED_LATER",
     "QUEUES_APART",
     "REDBEAT_LEADS",

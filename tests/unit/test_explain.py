@@ -330,12 +330,15 @@ def test_a_message_at_a_busy_worker_is_said_to_wait_for_that_worker():
 
 
 def test_a_late_run_of_a_schedule_with_one_time_stands_for_no_other():
-    late = record(NOON, kind="catch_up", end=End("success", "", "", 1.0, "w1", NOON))
+    at_once = record(NOON, kind="catch_up", end=End("success", "", "", 1.0, "w1", NOON))
+    late = replace(at_once, at=NOON + timedelta(minutes=1))
     once = Entry("e", "t", clocked(NOON), app=app)
 
     assert "It was sent late.\n" in said(late, entry=once)
     assert "stands for" not in said(late, entry=once)
     assert "It was sent late, and stands for all times that passed before it." in said(late)
+    assert "\nIt stands for all times that passed before it." in said(at_once), "the last one of them was in time"
+    assert "stands for" not in said(at_once, entry=once)
 
 
 def test_a_run_that_code_of_the_app_has_sent_has_no_known_end():

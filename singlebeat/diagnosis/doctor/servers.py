@@ -92,7 +92,10 @@ def check_result_backend(app: Celery, schedule: Read) -> Iterator[Finding]:
     if wrong := schedule.results:
         place, sent = result_place(app).removeprefix("result backend "), "Beat still sends, but workers wait"
         if schedule.is_result_backend_away_with_schedule:
-            sent = "The schedule is kept there, too: nothing is sent until it answers. Workers wait"
+            sent = "The schedule is kept there, too: nothing is sent until it answers"
+            if place.startswith("sentinel://"):
+                sent += ", but by a beat that is still connected to the master"
+            sent += ". Workers wait"
         elif schedule.locks_error is not None and is_one_server(place, lock_place(app)):
             sent = "Locks are kept there, too: no run that takes a lock is sent until it answers. Workers wait"
         advice = "Start the backend, or correct result_backend"
