@@ -315,9 +315,7 @@ def _positional(
     Args:
         is_behind: others may come before them, so each may have the name of a later parameter.
     """
-    are_secret = _secret_positions(task, app, patterns, MOST_PARAMETERS if is_behind and args else len(args))
-    if is_behind:
-        are_secret = [any(are_secret[at:]) for at in range(len(are_secret))]
+    are_secret = (_secret_behind if is_behind else _secret_positions)(task, app, patterns, len(args))
     shown = [
         MASK if is_secret else _masked(each, patterns, app)
         for each, is_secret in zip(args, chain(are_secret, repeat(False)), strict=False)
@@ -333,6 +331,15 @@ def _secret_positions(task: str, app: Celery, patterns: tuple[str, ...], count: 
     names, rest = _names(registered) if registered is not None else ((), "")
     found = [_is_secret(name, patterns) for name in names[:count]]
     return found + [True] * (count - len(found)) if rest and _is_secret(rest, patterns) else found
+
+
+def _secret_behind(task: str, app: Celery, patterns: tuple[str, ...], count: int) -> Sequence[bool]:
+    """Return the same for arguments before which others may come, as many as the task has further parameters."""
+    registered = app.tasks.get(task) if count else None
+    names, rest = _names(registered) if registered is not None else ((), "")
+    found = _secret_positions(task, app, patterns, MOST_PARAMETERS)
+    most = MOST_PARAMETERS if rest else max(0, len(names) - count)
+    return [any(found[at : at + most + 1]) for at in range(count)]
 
 
 @lru_cache(maxsize=1024)

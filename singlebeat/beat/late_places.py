@@ -42,7 +42,7 @@ class LatePlace:
     schedule: str  #: key of the sorted set
     member: str  #: of the entry there: its key, or its bare name
     score: float
-    due_at: datetime  #: when the entry is due by its timetable
+    due_at: datetime  #: when the entry is due by its timetable, or its time that has passed without a run
     counts_from: datetime | None  #: None if the entry has never run: then its place may be its first time on purpose
     first_at: datetime | None  #: the first time of the timetable from now on, None if there is none
     now: datetime
@@ -185,7 +185,8 @@ def _compare(
             since = times.since(entry.meta.counts_from)
             is_ahead = since is not None and since - max(now, shown) > timedelta(seconds=OVERDUE_AFTER)
             if due_at is not None and (score < 0 or score > due_at + OVERDUE_AFTER or is_ahead):
-                at, first = datetime.fromtimestamp(due_at, UTC), times.next(now)
+                missed = None if since is None else times.overdue(since, now)
+                at, first = missed or datetime.fromtimestamp(due_at, UTC), times.next(now)
                 late.append((entry.name, LatePlace(keys.schedule, member, score, at, since, first, now)))
     return late
 

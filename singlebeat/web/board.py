@@ -267,8 +267,9 @@ class Board:
 
     def explain(self, name: str) -> Sequence[str]:
         """Return why an entry ran, did not run, or will run; asks the workers, which takes a second."""
+        # Kept for a moment only: some sentences hold for the moment at which they were read.
         sentences: Sequence[str] = self.poller.shared(
-            ("explain", name), lambda: [*explain(facts_of(self.app, name, None))], seconds=WORKERS_KEPT
+            ("explain", name), lambda: [*explain(facts_of(self.app, name, None))]
         )
         return sentences
 
