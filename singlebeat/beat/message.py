@@ -108,7 +108,7 @@ class Message:
     @property
     def locks(self) -> list[Ref]:
         """The locks that it may hold, including those whose acquire reply was lost."""
-        places = (self.key, behind_key(self.key)) if self.key else ()
+        places = (self.key, behind_key(self.key)) if self.key and not self.without_lock else ()
         return [Ref(place, self.occurrence.id) for place in places]
 
 

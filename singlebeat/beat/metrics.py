@@ -15,7 +15,7 @@ from ..exposition import DELAYS, Answer, Metric, metrics_of, new_registry, serve
 from ..log import Log
 from ..server_errors import is_denied
 from .entries.occurrence import DecisionType, Kind
-from .status import ScheduleStatus
+from .status import MAX_LAG, ScheduleStatus
 from .store.probe import schedule_error, ticks_refusal
 
 if TYPE_CHECKING:
@@ -192,7 +192,8 @@ class BeatMetrics:
                 refused = ticks_refusal(self.app, client=self._client) if is_denied(exc) else ""
                 return self._verdict(refused or schedule_error(self.app, exc))
             # A server that refuses writes may still let the leader renew its lease, and lets tools read the leader.
-            return self._verdict(ticks_refusal(self.app, client=self._client) or state.problem() or state.unsent)
+            behind = state.behind if state.lag > MAX_LAG else ""
+            return self._verdict(ticks_refusal(self.app, client=self._client) or state.problem() or behind)
         return Answer.of("/metrics, /healthz or /readyz", 404)
 
     def progress(self) -> None:

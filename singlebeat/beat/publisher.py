@@ -38,7 +38,8 @@ class BeatProducer(Producer):  # type: ignore[misc]
             Exception: any error of the broker, or RabbitMQ has no queue for the message of a run.
         """
         if RUN_HEADER in (options.get("headers") or {}) and self.connection.transport.driver_name == "py-amqp":
-            options.setdefault("mandatory", True)
+            # Celery gives None if the message names its queue, and no key if it does not.
+            options["mandatory"] = True if options.get("mandatory") is None else options["mandatory"]
         return super().publish(*args, **options)
 
     def maybe_declare(self, entity: Any, retry: bool = False, **retry_policy: object) -> Any:

@@ -18,18 +18,20 @@ from ..config import Config
 from ..errors import DuplicateTaskError, LockBackendError
 from ..locks import backend_of, delay_of
 from ..locks.acquire import UNSENT_TTL, Refused, cancel_releases, keep, note
-from ..locks.base import HEADER, RUN_HEADER, Holder, Ref, Verdict
+from ..locks.base import HEADER, RUN_HEADER, Holder, Ref, Verdict, unusable
 from ..log import Log
 from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, reports_each, size
+from ..server_errors import is_key_denied
 from .destination import queue_reached
 from .dispatch import Published, not_published
 from .entries.occurrence import DecisionType
 from .failures import BROKER, LOCKS, causes, is_transient
 from .message import prepare
+from .store.probe import lock_refusal
 
 if TYPE_CHECKING:
     from ..locks.acquire import Granted
-    from ..locks.base import Headers
+    from ..locks.base import Call, Headers
     from ..outbox import Command, Outbox
     from .dispatch import Dispatcher
     from .entries.occurrence import Decision
@@ -169,13 +171,35 @@ class SeveralWrites:
         self.dispatcher.progress()
         try:
             with self.failures.asking_locks():
-                holders = backend_of(self.app).acquire_many(calls, may_be_resent=True) if calls else []
+                holders = self._holders_of(calls) if calls else []
         except LockBackendError as exc:
             self._outage = exc
             return
         self._holders = {call.ref.task_id: holder for call, holder in zip(calls, holders, strict=True)}
+        for message in messages:
+            holder = self._holders.get(message.occurrence.id)
+            if holder is not None and holder.verdict is Verdict.UNUSABLE:
+                message.without_lock = unusable(message.key, holder.reason)
         if any(holder.verdict is Verdict.ACQUIRED for holder in holders):
             self.failures.note_answer(LOCKS)  # HELD proves nothing: a server that refuses writes still reads a holder
+
+    def _holders_of(self, calls: Sequence[Call]) -> Sequence[Holder]:
+        """Acquire the locks of calls; the lock of a call whose key is denied to beat's user is unusable.
+
+        The server refuses a call with such a key as a whole, and one entry must not harm the others.
+
+        Raises:
+            LockBackendError: the locks' server does not answer or refuses, or all keys of locks are denied.
+        """
+        try:
+            return backend_of(self.app).acquire_many(calls, may_be_resent=True)
+        except LockBackendError as exc:
+            if not is_key_denied(exc) or lock_refusal(self.app):
+                raise
+            if len(calls) == 1:
+                return [Holder(Verdict.UNUSABLE, calls[0].ref.task_id, "", None, 0, 0.0, reason=str(exc))]
+        middle = len(calls) // 2
+        return [*self._holders_of(calls[:middle]), *self._holders_of(calls[middle:])]
 
     def _keep_locks(self, sent: Collection[str], messages: Sequence[Message]) -> None:
         """Prolong the locks of sent messages for the time that the messages may wait, and store the queue in each.

@@ -55,8 +55,9 @@ QUEUES_APART = "give each app queues of its own (task_default_queue)"
 APART = (
     "give each app a prefix of its own (redbeat_key_prefix; and singleton_key_prefix, if they share the server of the "
     f"locks). If they share the broker, also {QUEUES_APART}: a worker drops the messages of tasks that it does not "
-    "know. Let no entry run twice: end the beats of the app that moves, delete its entries under the old prefix "
-    "(celery singlebeat delete NAME), and then start its beats with the new one"
+    "know. Let no entry run twice, and lose no pause and no entry of programs: export the entries of the app that "
+    "moves, end its beats, delete its entries under the old prefix (celery singlebeat delete NAME), import those under "
+    "the new one (import --from-now FILE), and then start its beats with it (docs, Several apps)"
 )
 
 #: What it means that two apps have entries of one name.

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self
 
 from ..config import Config
+from ..server_errors import is_key_denied
 from .key import check_sendable, done_key, turn_key
 
 if TYPE_CHECKING:
@@ -523,6 +524,8 @@ def unusable(key: str, reason: str) -> str:
     Args:
         reason: the server's words, or the field that is wrong.
     """
+    if is_key_denied(reason):  # which has its own advice
+        return f"the lock {key[:LONGEST_SHOWN]} is unusable: {reason}"
     shown = key if len(key) <= LONGEST_SHOWN else f"{key[: LONGEST_SHOWN // 2]}…{key[-LONGEST_SHOWN // 2 :]}"
     advice = f"delete the lock (celery singlebeat unlock --force {shlex.quote(key)})"
     if "WRONGTYPE" in reason:

@@ -49,7 +49,11 @@ class WorkerLockStep(bootsteps.StartStopStep):  # type: ignore[misc]
         """Prepare the tasks of the worker's app and start renewing."""
         try:
             renewer = renewer_of(parent.app)
-        except ConfigError as exc:  # singlebeat is installed, but this app has no server for locks
+        except ConfigError as exc:
+            config = Config.of(parent.app)
+            if config.singleton_backend_class or config.singleton_backend_url:
+                raise
+            # Singlebeat is installed, but this app has no server for locks.
             log.info("locks are not managed", event="unlocked", reason=exc)
             return
         for task in parent.app.tasks.values():

@@ -512,12 +512,13 @@ def test_a_message_that_reaches_no_queue_has_failed(rabbit, server, redis):
         assert connection.default_channel.queue_declare("reached", passive=True).message_count == 3
 
 
-def test_a_run_whose_queue_was_deleted_gets_it_again(rabbit, server, redis):
+@pytest.mark.parametrize("options", [{}, {"queue": "deleted"}], ids=["the default queue", "one of its own"])
+def test_a_run_whose_queue_was_deleted_gets_it_again(rabbit, server, redis, options):
     conf = {**conf_of(rabbit, server), "task_default_queue": "deleted", "singlebeat_watchdog_timeout": None}
     with make_app(rabbit.url, conf) as app, app.connection_for_write() as connection:
         scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
         for name in ("e0", "e1", "e2"):
-            Entry(name, f"{APP}.plain", schedule(60), [name], app=app, run_on_start=True).save()
+            Entry(name, f"{APP}.plain", schedule(60), [name], options=options, app=app, run_on_start=True).save()
             scheduler.tick()
             redis.zadd("redbeat::pending", {f"redbeat:{name}": 0}, xx=True)
             scheduler.tick()

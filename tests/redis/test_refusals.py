@@ -18,7 +18,7 @@ import pytest
 from celery.schedules import schedule
 from redis.sentinel import MasterNotFoundError
 
-from singlebeat import Scheduler, clocked
+from singlebeat import Scheduler, Singleton, clocked
 from singlebeat.beat import store
 from singlebeat.beat.delivery import Reader
 from singlebeat.beat.failures import UnreachableBrokerError
@@ -249,6 +249,38 @@ def test_beat_and_doctor_name_a_key_of_the_schedule_that_the_acl_lacks(cli, serv
     assert told["reason"].endswith(f": the key {key} is denied to this user: {advice}")
     (text,) = [row["text"] for row in rows if row["about"] == f"key {key}"]
     assert text == f"it is denied to this user, and beat cannot use it: {advice}"
+
+
+@pytest.mark.parametrize("overlap", ["skip", "buffer_one"])
+def test_a_lock_whose_key_is_denied_keeps_no_other_entry_from_running(
+    server, redis, bench_on, several_writes, logged, overlap
+):
+    """As of a task with a key of its own: the server refuses a call with such a key as a whole."""
+
+    class OwnKey(Singleton):
+        def generate_lock(self, *args, **kwargs):
+            return "mine:a"
+
+    redis.acl_setuser("few", enabled=True, nopass=True, categories=["+@all"], keys=["SINGLETONLOCK_*", "singlebeat:*"])
+    redis.zadd("singlebeat:workers", {"w": time.time()})
+    bench = bench_on(server)
+    app = bench.new_app(singleton_backend_url=server.url.replace("://", "://few:any@"))
+    app.task(needed, name="own", base=OwnKey, shared=False)  # only its name and its key matter here
+    single = f"{APP}.single"
+    for name, task in {"a": "own", "b": single, "c": single}.items():
+        bench.put(name, task=task, overlap=overlap)
+    scheduler = bench.scheduler(app=app)
+    for _ in range(2):
+        scheduler.tick()
+        bench.retry_now()
+
+    is_sent = overlap == "skip"
+    assert sorted(bench.names) == ["a", "b", "c"][not is_sent :]
+    about = logged("unlocked" if is_sent else "publish_failed")
+    assert {line["entry"] for line in about} == {"a"}
+    assert "the lock mine:a is unusable: " in about[0]["reason"]
+    assert logged("unreachable", "recovered") == []
+    redis.acl_deluser("few")
 
 
 def test_nothing_is_sent_without_the_right_to_write_the_history(own_server, bench_on):
