@@ -260,7 +260,9 @@ class RedisBackend(BaseBackend):
 
     def _renew_many(self, refs: Sequence[Ref], notes: Sequence[str], *, lease: float) -> list[Renewal]:
         rows = [(*request, note) for request, note in zip(_requests(refs), notes, strict=True)]
-        return [Renewal(reply) for reply in self._run_many("renew", refs, _ms(lease), rows=rows, last=(self.worker,))]
+        last = (self.worker,)
+        replies = self._run_many("renew", refs, _ms(lease), rows=rows, last=last, goes_on=True)
+        return [Renewal(reply) for reply in replies]
 
     def promise(self, run: Ref, *, to: Ref | None, ttl: float, note: str = "") -> bool:
         """Promise a run's lock to its own retry, for when the run ends."""
@@ -270,7 +272,7 @@ class RedisBackend(BaseBackend):
     def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> Sequence[Ref]:
         """Free the locks of requests that are over, and return those that have lost them before."""
         args = _ms(remember_for), int(ran)
-        replies = self._run_many("finish", refs, *args, rows=_requests(refs), keys_of=_keys_to_finish)
+        replies = self._run_many("finish", refs, *args, rows=_requests(refs), keys_of=_keys_to_finish, goes_on=True)
         return tuple(ref for ref, reply in zip(refs, replies, strict=True) if reply == "lost")
 
     def announce(self, worker: str, *, ttl: float) -> None:
@@ -400,17 +402,30 @@ class RedisBackend(BaseBackend):
         rows: Sequence[Sequence[str | int]],
         last: tuple[str, ...] = (),
         keys_of: Callable[[str], tuple[str, ...]] = _lock_and_done,
+        goes_on: bool = False,
     ) -> list[Any]:
-        """Run a script once for many locks, in a cluster once for each slot, with one row of values for each lock."""
+        """Run a script once for many locks, in a cluster once for each slot, with one row of values for each lock.
+
+        Args:
+            goes_on: if it fails for one slot, as while a node is away, still run it for the others before the error.
+        """
         if not refs:
             return []
-        replies: dict[int, Any] = {}
+        replies, errors = dict[int, Any](), list[LockBackendError]()
         with self._reaching():
             groups = same_slot(self.redis, [ref.key for ref in refs])
         for group in groups:
             keys = [key for index in group for key in keys_of(refs[index].key)]
-            found = json.loads(self._run(name, keys, (*args, packed(rows[index] for index in group), *last)))
-            replies.update(zip(group, found, strict=True))
+            try:
+                found = json.loads(self._run(name, keys, (*args, packed(rows[index] for index in group), *last)))
+            except LockBackendError as exc:
+                errors.append(exc)
+                if not goes_on:
+                    break
+            else:
+                replies.update(zip(group, found, strict=True))
+        if errors:
+            raise errors[0]
         return [replies[index] for index in range(len(refs))]
 
     def _reaching(self) -> _Reaching:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..beat.keys import Keys
 from ..beat.status import MAX_LAG, ScheduleStatus
-from ..beat.store.probe import schedule_server_says, ticks_refusal
+from ..beat.store.probe import lock_trouble, schedule_server_says, ticks_refusal
 from ..connections import RedisError, schedule_client, schedule_place
 
 if TYPE_CHECKING:
@@ -111,9 +111,9 @@ class Poller:
         return Snapshot(state, problem, stamp, time.monotonic())
 
     def _refusal(self) -> str:
-        """Return what the server refuses to beats, as it was at the last check; empty if that is not known."""
+        """Return what the servers refuse to beats, as it was at the last check; empty if that is not known."""
         if self._may_write and self._clock() - self._probed_at >= PROBED_EVERY:
-            self._refused, self._probed_at = ticks_refusal(self.app), self._clock()
+            self._refused, self._probed_at = ticks_refusal(self.app) or lock_trouble(self.app), self._clock()
         return self._refused
 
     def _last_ids(self) -> list[str]:

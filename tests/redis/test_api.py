@@ -22,6 +22,7 @@ from singlebeat import Entry, Schedule
 from singlebeat.beat.entries.entry import Meta
 from singlebeat.beat.entries.occurrence import Kind, Occurrence
 from singlebeat.beat.entries.policy import EntryPolicy
+from singlebeat.beat.entries.timetable import Timetable
 from singlebeat.errors import ConflictError, EntryError, UnknownEntryError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Ref
@@ -241,6 +242,26 @@ def test_a_change_keeps_a_run_that_is_due_before_and_after_it(bench, old, new):
     bench.tick()
 
     assert bench.names == ["e"]
+
+
+def test_a_change_keeps_an_overdue_run_before_one_that_jitter_delays(bench):
+    """Of the times before and after the change, the last one is yet to come."""
+    now = datetime.now(UTC)
+    last = now.replace(minute=now.minute // 2 * 2, second=0, microsecond=0)
+
+    def delays(name: str) -> bool:
+        due = Timetable(name, crontab(minute="*/2"), EntryPolicy(jitter=119), UTC).due
+        return due(last) > now + timedelta(seconds=2) and due(last - timedelta(minutes=2)) < now
+
+    name = next((name for name in map(str, range(1000)) if delays(name)), "")
+    if not name:
+        pytest.skip("the last two seconds of two minutes")
+    bench.put(name, every=crontab(minute="*/2"), jitter=119, last_run_at=last - timedelta(minutes=4))
+
+    bench.schedule.upsert(name, PLAIN, crontab(minute="*"), args=[name], jitter=119)
+    bench.tick()
+
+    assert bench.names == [name]
 
 
 @pytest.mark.parametrize("new", [crontab(minute="1-59/2"), schedule(1800), schedule(7200)], ids=repr)

@@ -1467,6 +1467,31 @@ def test_a_new_call_under_a_used_id_may_retry_as_the_first_did(server, redis, ki
     assert begin(backend, later(other, nonce="n4")).verdict is Verdict.DONE
 
 
+@pytest.mark.parametrize("what", ["renew_many", "finish_many"])
+def test_a_node_that_is_away_harms_no_lock_of_another_node(server, redis, monkeypatch, what):
+    """In a cluster each slot has a call of its own."""
+    backend = RedisBackend(server.url)
+    refs = [Ref(lock_key(PREFIX, str(n)), f"task {n}", nonce=f"n{n}") for n in range(3)]
+    for ref in refs:
+        begin(backend, ref, lease=5)
+    monkeypatch.setattr("singlebeat.locks.redis.same_slot", lambda _, keys: [[at] for at in range(len(keys))])
+    run = backend._run
+
+    def run_unless_first(name, keys, args):
+        if keys[0] == refs[0].key:
+            raise LockBackendError("the node hangs")
+        return run(name, keys, args)
+
+    monkeypatch.setattr(backend, "_run", run_unless_first)
+
+    with pytest.raises(LockBackendError):
+        backend.renew_many(refs, lease=50) if what == "renew_many" else backend.finish_many(refs, remember_for=MEMORY)
+
+    left = [redis.ttl(ref.key) for ref in refs]
+    assert left[0] <= 5
+    assert all(seconds > 40 for seconds in left[1:]) if what == "renew_many" else left[1:] == [-2, -2]
+
+
 # ---------------------------------------------------------------- operators
 
 

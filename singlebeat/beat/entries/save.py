@@ -303,6 +303,8 @@ def _counts_from(
         if nominal is not None and nominal == after.next(since):  # as of an interval, whose times depend on its past
             return past.since
         common = _latest_common(before, after, since, now)
+        if common is not None and before.due(common) > now:  # an earlier one may be due already
+            common = _latest_common(before, after, since, common - TICK) or common
         if common is not None and after.next(common - TICK) == common:  # not so of an interval
             return common - TICK
     except Exception:  # a rule that is invalid, or a user's own schedule: it had no next time
