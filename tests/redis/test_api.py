@@ -258,7 +258,8 @@ def test_a_change_keeps_an_overdue_run_before_one_that_jitter_delays(bench):
         pytest.skip("the last two seconds of two minutes")
     bench.put(name, every=crontab(minute="*/2"), jitter=119, last_run_at=last - timedelta(minutes=4))
 
-    bench.schedule.upsert(name, PLAIN, crontab(minute="*"), args=[name], jitter=119)
+    further = (now.minute + 30) % 60 | 1
+    bench.schedule.upsert(name, PLAIN, crontab(minute=f"*/2,{further}"), args=[name], jitter=119)
     bench.tick()
 
     assert bench.names == [name]
