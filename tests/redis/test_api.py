@@ -258,7 +258,7 @@ def test_a_change_keeps_an_overdue_run_before_one_that_jitter_delays(bench):
         pytest.skip("the last two seconds of two minutes")
     bench.put(name, every=crontab(minute="*/2"), jitter=119, last_run_at=last - timedelta(minutes=4))
 
-    further = (now.minute + 30) % 60 | 1
+    further = (last.minute - 3) % 60  # before that run, so that the next time is another one
     bench.schedule.upsert(name, PLAIN, crontab(minute=f"*/2,{further}"), args=[name], jitter=119)
     bench.tick()
 
