@@ -37,9 +37,10 @@ class BeatProducer(Producer):  # type: ignore[misc]
         Raises:
             Exception: any error of the broker, or RabbitMQ has no queue for the message of a run.
         """
-        if RUN_HEADER in (options.get("headers") or {}) and self.connection.transport.driver_name == "py-amqp":
-            # Celery gives None if the message names its queue, and no key if it does not.
-            options["mandatory"] = True if options.get("mandatory") is None else options["mandatory"]
+        is_run = RUN_HEADER in (options.get("headers") or {})
+        is_open = options.get("mandatory") is None  # as Celery gives it for a message that names its queue
+        if is_run and is_open and self.connection.transport.driver_name == "py-amqp":
+            options["mandatory"] = True
         return super().publish(*args, **options)
 
     def maybe_declare(self, entity: Any, retry: bool = False, **retry_policy: object) -> Any:

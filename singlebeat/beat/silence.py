@@ -119,7 +119,8 @@ def _replaced(ends: Sequence[End], decisions: Sequence[Record]) -> str:
     )
     if replaced_at is not None and any(run.at < replaced_at for run in sent.values() if run.end is None):
         return ""  # that one runs, and those behind it may be replaced
-    if max(sent.values(), key=lambda run: run.at).decision == "buffered":
+    last = max(sent.values(), key=lambda run: run.at, default=None)
+    if last is not None and last.decision == "buffered":
         return ""  # a run goes on that the records known here do not reach
     others = [run.end.at for run in sent.values() if run.end is not None and run.end.outcome != REPLACED]
     ran = max(others, default=None)

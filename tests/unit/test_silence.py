@@ -105,6 +105,10 @@ def test_an_entry_whose_runs_are_all_replaced_in_their_queue_is_named():
     assert f"has started since 2026-12-01 12:00:00Z: {text}" in silence_of([sent(6), *replaced(5, 4, 3, 2), ran])
 
 
+def test_replaced_runs_are_named_though_no_decision_is_known():
+    assert failed(*["replaced"] * 4).startswith("no run of it has started so far")
+
+
 def test_an_entry_with_a_run_now_and_then_is_not_said_to_be_replaced():
     just_now = sent(1, replace(end("success"), at=NOON + 5.5 * MINUTE))
 

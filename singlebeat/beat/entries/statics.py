@@ -202,14 +202,12 @@ class Statics:
         results = dict[str, EntryError | None](self._conflicts(entries, owners))
         entries = {name: entry for name, entry in entries.items() if name not in results}
         possible = [name for name in possible if name not in results]
-        absent, missing = (
-            [name for name in possible if self.owner not in owners.get(name, ())],
-            [*self.missing(possible)],
-        )
+        absent = [name for name in possible if self.owner not in owners.get(name, ())]
+        missing = dict.fromkeys(self.missing(possible))
         if owns:
-            self._own([name for name in absent if name in {*missing}], owners)
+            self._own([name for name in absent if name in missing], owners)
         over = dict(over or {})
-        # Of those that are owned and missing, an earlier beat may have ended between the two steps.
+        # Those that are owned and missing may be parked, too: a beat has ended between the last step and this one.
         parked = [*dict.fromkeys((*absent, *missing))]
         for at in range(0, len(parked), BATCH):
             for name in self._unpark(parked[at : at + BATCH], now):
