@@ -2585,6 +2585,28 @@ def test_a_roll_back_that_begins_anew_puts_back_what_was_parked(server, redis, b
     assert bench.names == ["e"]
 
 
+def test_an_entry_with_an_unsent_run_gets_the_one_that_was_parked_later(bench, redis):
+    old = {"e": {"task": PLAIN, "schedule": 3600, "args": ["old"]}}
+
+    def deploy(entries: dict[str, Any]) -> None:
+        scheduler = bench.scheduler(beat_schedule=entries)
+        scheduler.tick()
+        scheduler.tick()
+        scheduler.close()
+
+    deploy(old)
+    bench.schedule.trigger("e")
+    deploy({})
+    bench.schedule.upsert("e", PLAIN, 3600, args=["new"])
+    bench.schedule.trigger("e")
+
+    deploy(old)
+    deploy(old)
+
+    assert len(bench.messages) == 2
+    assert not redis.hexists("redbeat::parked:e", "pending")
+
+
 def test_an_entry_put_back_without_a_place_gets_one_at_the_next_start(server, redis, bench_on, monkeypatch):
     old = {"e": {"task": PLAIN, "schedule": 3600}}
     for given in (old, {}):

@@ -203,14 +203,13 @@ class Statics:
         entries = {name: entry for name, entry in entries.items() if name not in results}
         possible = [name for name in possible if name not in results]
         absent = [name for name in possible if self.owner not in owners.get(name, ())]
-        missing = dict.fromkeys(self.missing(possible))
         if owns:
-            self._own([name for name in absent if name in missing], owners)
+            self._own([*self.missing(absent)], owners)
         over = dict(over or {})
-        # Those that are owned and missing may be parked, too: a beat has ended between the last step and this one.
-        parked = [*dict.fromkeys((*absent, *missing))]
-        for at in range(0, len(parked), BATCH):
-            for name in self._unpark(parked[at : at + BATCH], now):
+        # Not only of those that are absent: an earlier beat may have ended before this step, or the entry that was stored
+        # meanwhile had an unsent run of its own.
+        for at in range(0, len(possible), BATCH):
+            for name in self._unpark(possible[at : at + BATCH], now):
                 over.pop(name, None)
         author, fence = self._author, self._fence()
         saved = save_entries(self.client, self.keys, entries, now, author, keep_disabled=True, fence=fence, over=over)
