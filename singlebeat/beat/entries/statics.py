@@ -206,8 +206,8 @@ class Statics:
         if owns:
             self._own([*self.missing(absent)], owners)
         over = dict(over or {})
-        # Not only of those that are absent: an earlier beat may have ended before this step, or the entry that was stored
-        # meanwhile had an unsent run of its own.
+        # Not only of those that are absent: an earlier beat may have ended before this step, or the entry that was
+        # stored meanwhile had an unsent run of its own.
         for at in range(0, len(possible), BATCH):
             for name in self._unpark(possible[at : at + BATCH], now):
                 over.pop(name, None)
