@@ -37,9 +37,15 @@ class BeatProducer(Producer):  # type: ignore[misc]
         Raises:
             Exception: any error of the broker, or RabbitMQ has no queue for the message of a run.
         """
-        is_run = RUN_HEADER in (options.get("headers") or {})
-        is_open = options.get("mandatory") is None  # as Celery gives it for a message that names its queue
-        if is_run and is_open and self.connection.transport.driver_name == "py-amqp":
+        headers, connection = options.get("headers") or {}, self.connection
+        if (
+            RUN_HEADER in headers
+            and options.get("mandatory") is None  # as Celery gives it for a message that names its queue
+            and connection.transport.driver_name == "py-amqp"
+            # Else the next message learns that this one reaches no queue.
+            and connection.transport_options.get("confirm_publish")
+            and "x-delay" not in headers  # RabbitMQ's exchange for delayed messages says so of each of them
+        ):
             options["mandatory"] = True
         return super().publish(*args, **options)
 

@@ -144,7 +144,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._is_refused = False  #: in the last tick that failed, the schedule's server replied with an error
         self._closed = self._ticking = self._ticked = False
         self._look_at = 0.0  #: monotonic: when this beat, as a standby, looks for a loss again
-        self._lost_since: datetime | None = None  #: a loss that is not restored yet
+        self._lost_since: datetime | None = None  #: a loss that is not noted yet
+        self._reinstalls = False  #: a loss is noted, and ``beat_schedule`` is to be installed again
         self._vanished_in = 0  #: number of the present term, if we have logged in it that the schedule has vanished
         self._stored = set[str]()  #: the entries of ``beat_schedule`` that were stored
         self._left_out = dict[str, str]()  #: entries that could not be stored, and why
@@ -361,12 +362,13 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             since: None: no loss was found now. One that was found before is restored, if an error kept that from it.
         """
         self._lost_since = since or self._lost_since
-        if self._lost_since is None:
+        if self._lost_since is not None:
+            self._note_loss(_lost_records(self._lost_since))
+            self._vanished_in, self._lost_since, self._reinstalls = term.number, None, True
+        if not self._reinstalls:
             return False
-        self._note_loss(_lost_records(self._lost_since))
-        self._vanished_in = term.number
         self.setup_schedule()
-        self._lost_since = None
+        self._reinstalls = False
         return True
 
     def _read_due(self, now: datetime, term: Term, *, is_new: bool) -> Due:
@@ -441,6 +443,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     def _end_term(self) -> None:
         gained, began = self._gained, self._term
         self._gained = self._checked = self._term = None
+        self._reinstalls = False  # whoever leads next installs it
         if gained is not None:
             log.warning("beat: Lost the lock: a term is over", event="leadership_lost", term=gained.number)
         if began is not None:
@@ -451,7 +454,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._end_term()
         if time.monotonic() >= self._look_at and not self._closed:
             self._look_at = time.monotonic() + POLL_INTERVAL
-            lost_since = self.store.last_records.look()
+            lost_since, self._lost_since = self.store.last_records.look() or self._lost_since, None
             self._note_earlier_loss(_lost_records(lost_since) if lost_since is not None else "")
         if time.monotonic() >= self._check_leader_at and not self._closed:
             self._check_leader_at = time.monotonic() + LEADER_CHECK_INTERVAL

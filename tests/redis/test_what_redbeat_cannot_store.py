@@ -67,7 +67,7 @@ class Every(BaseSchedule):  # type: ignore[misc]
         return schedstate(is_due=left <= 0, next=left if left > 0 else self.hours * 3600)
 
 
-@pytest.mark.parametrize(("hours", "place"), [(9, 8 * HOUR), (3, 3 * HOUR), (20, 20 * HOUR)])
+@pytest.mark.parametrize(("hours", "place"), [(9, 8 * HOUR), (3, 2 * HOUR), (20, 19 * HOUR), (1, HOUR)])
 def test_a_deploy_that_changes_an_own_class_moves_the_place(bench, redis, hours, place):
     """From nine hours; the last run was an hour ago."""
 

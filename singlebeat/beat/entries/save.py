@@ -245,7 +245,7 @@ def _wish(
         past = replace(entry.meta, last_run_at=None) if at_once else entry.meta
     elif definition and not has_run_since:
         if not same_times:
-            past = replace(past, since=_counts_from(None if has_moved else stored, wanted, entry, past, now))
+            past = replace(past, since=_counts_from(stored, wanted, entry, past, now, has_moved=has_moved))
         if was_off_until is not None:
             past = entry.timetable.passed(past, was_off_until)
     is_broken = (definition and stored is None) or (meta and whole is None)
@@ -280,7 +280,7 @@ def _has_moved(entry: Entry, past: Meta | None, score: float | None, now: dateti
 
 
 def _counts_from(
-    stored: Entry | None, policy: EntryPolicy | None, entry: Entry, past: Meta, now: datetime
+    stored: Entry | None, policy: EntryPolicy | None, entry: Entry, past: Meta, now: datetime, *, has_moved: bool
 ) -> datetime | None:
     """Return from when an entry counts whose times change: the field ``since`` of its new past.
 
@@ -289,8 +289,9 @@ def _counts_from(
     as it is, the entry counts as before.
 
     Args:
-        stored: the entry before the change; None if it is unreadable or unknown.
+        stored: the entry before the change; None if it is unreadable.
         policy: of the entry before the change; None if it is unreadable.
+        has_moved: its times before the change are not known.
     """
     if stored is None or policy is None or (policy.max_runs is not None and past.total_run_count >= policy.max_runs):
         return now  # an entry that was finished had no next time
@@ -300,6 +301,8 @@ def _counts_from(
         return past.since if after.since(None) is None else now
     try:
         nominal = before.next(since)
+        if has_moved and nominal is not None and nominal <= now:
+            return now
         if nominal is not None and nominal == after.next(since):  # as of an interval, whose times depend on its past
             return past.since
         common = _latest_common(before, after, since, now)
