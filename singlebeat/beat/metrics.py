@@ -192,7 +192,8 @@ class BeatMetrics:
                 refused = ticks_refusal(self.app, client=self._client) if is_denied(exc) else ""
                 return self._verdict(refused or schedule_error(self.app, exc))
             # A server that refuses writes may still let the leader renew its lease, and lets tools read the leader.
-            behind = state.behind if state.lag > MAX_LAG else ""
+            # A standby is ready to lead: it must not keep a leader that cannot send from being replaced.
+            behind = state.behind if state.lag > MAX_LAG and self.lease.owned() else ""
             return self._verdict(ticks_refusal(self.app, client=self._client) or state.problem() or behind)
         return Answer.of("/metrics, /healthz or /readyz", 404)
 

@@ -427,13 +427,14 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         """Log that the server has lost data, and note it for operators; of several losses, the first one counts."""
         self._set_loss(why)
         self.store.last_records.forget()
+        self.clock.forget()
         sentence = "beat: The schedule has vanished, or its last changes: installing beat_schedule again"
         log.warning(sentence, event="schedule_vanished", reason=why)
 
     def _note_earlier_loss(self, why: str) -> None:
         """Log and note a loss before the present term, unless the leader has noted it: it may have known more."""
         if why and self._set_loss(why):
-            sentence = "beat: The schedule has vanished, or its last changes, before another beat began to lead"
+            sentence = "beat: The schedule has vanished, or its last changes, as this standby has noticed"
             log.warning(sentence, event="schedule_vanished", reason=why)
 
     def _set_loss(self, why: str) -> bool:

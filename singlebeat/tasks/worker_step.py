@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from celery.signals import task_rejected, task_unknown
 from celery.utils.imports import symbol_by_name
 
 from ..config import Config
+from ..connections import lock_server
 from ..errors import ConfigError
 from ..locks import worker_name
 from ..locks.base import Ticket
@@ -51,7 +53,7 @@ class WorkerLockStep(bootsteps.StartStopStep):  # type: ignore[misc]
             renewer = renewer_of(parent.app)
         except ConfigError as exc:
             config = Config.of(parent.app)
-            if config.singleton_backend_class or config.singleton_backend_url:
+            if config.singleton_backend_class or config.singleton_backend_url or _has_lock_server(parent.app):
                 raise
             # Singlebeat is installed, but this app has no server for locks.
             log.info("locks are not managed", event="unlocked", reason=exc)
@@ -103,6 +105,12 @@ class WorkerLockStep(bootsteps.StartStopStep):  # type: ignore[misc]
         ticket = Ticket.of_message(headers, headers.get("id"))
         if ticket is not None and self.renewer is not None:
             self.renewer.finish_ticket(ticket)
+
+
+def _has_lock_server(app: Celery) -> bool:
+    with suppress(ConfigError):
+        return bool(lock_server(app).url)
+    return False
 
 
 def _with_locks(request_class: type) -> type:

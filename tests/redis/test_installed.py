@@ -47,7 +47,13 @@ def test_only_the_last_worker_of_a_process_reports_an_unknown_task(app: Celery):
 
 
 @pytest.mark.parametrize(
-    "conf", [{"singleton_backend_class": "no.such.module.Class"}, {"singleton_backend_url": "gopher://h"}], ids=str
+    "conf",
+    [
+        {"singleton_backend_class": "no.such.module.Class"},
+        {"singleton_backend_url": "gopher://h"},
+        {"singleton_backend_kwargs": {"bogus": 1}},
+    ],
+    ids=str,
 )
 def test_a_worker_with_a_wrong_place_for_locks_does_not_start(server, conf):
     """Else it would take the messages of Singletons, and each would fail."""

@@ -2604,7 +2604,7 @@ def test_an_entry_with_an_unsent_run_gets_the_one_that_was_parked_later(bench, r
     deploy(old)
 
     assert len(bench.messages) == 2
-    assert not redis.hexists("redbeat::parked:e", "pending")
+    assert not redis.exists("redbeat::parked:e")
 
 
 def test_an_entry_put_back_without_a_place_gets_one_at_the_next_start(server, redis, bench_on, monkeypatch):

@@ -1,7 +1,7 @@
 --- unpark: put back entries that have come back to beat_schedule, with their past and the settings of an operator.
 --
 -- An entry that an operator has stored again meanwhile stays as it is, and gets only the occurrence that is claimed and
--- not confirmed, unless it was proposed to it, as by a revert.
+-- not confirmed, unless it was proposed to it, as by a revert. Then the copy goes.
 --
 -- It uses fenced, permitted and record.
 --
@@ -31,18 +31,25 @@ if refused then
   return refused
 end
 
+--- Give a stored entry the unsent occurrence of its copy; return whether the copy is of no use any more.
 local function hand_over(entry, kept)
   local unsent, stored = redis.call("HGET", kept, "pending"), redis.pcall("HMGET", entry, "definition", "pending", "asked")
+  if stored.err or not stored[1] then
+    return false
+  end
   local is_read, occurrence = pcall(cjson.decode, unsent or "")
-  if stored.err or not stored[1] or stored[2] or not is_read or type(occurrence) ~= "table" then
-    return
+  if not is_read or type(occurrence) ~= "table" then
+    return true
+  end
+  if stored[2] then
+    return false -- a later start gives it
   end
   local id = tostring(occurrence.id)
   if not string.find(" " .. (stored[3] or "") .. " ", " " .. id .. " ", 1, true) then
     redis.call("HSET", entry, "pending", unsent, "asked", string.sub(id .. " " .. (stored[3] or ""), 1, 2400))
     redis.call("ZADD", KEYS[3], 0, entry)
   end
-  redis.call("HDEL", kept, "pending")
+  return true
 end
 
 local function unpark(entry, kept, name, since)
@@ -50,7 +57,9 @@ local function unpark(entry, kept, name, since)
     return false
   end
   if redis.call("EXISTS", entry) == 1 then
-    hand_over(entry, kept)
+    if hand_over(entry, kept) then
+      redis.call("DEL", kept)
+    end
     return false
   end
 

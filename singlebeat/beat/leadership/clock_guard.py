@@ -101,6 +101,10 @@ class Clock:
         self._term = term
         return lost
 
+    def forget(self) -> None:
+        """Forget what this beat has stored: its loss is known."""
+        self._written = None
+
     def _has_lost(self, stored: datetime) -> bool:
         """Return whether a stored time shows that the server has lost what this beat has stored since."""
         return self._written is not None and LONG_AGO < stored < self._written - STORED_LATE
