@@ -3038,6 +3038,30 @@ def test_a_lost_record_after_one_that_has_no_time_is_noticed(bench, redis, logge
     assert len(logged("schedule_vanished")) == 1
 
 
+def test_a_loss_is_said_once_though_an_error_follows(bench, redis, logged, monkeypatch):
+    """``beat_schedule`` is then installed by a later tick."""
+    scheduler = bench.scheduler()
+    bench.put("e")
+    scheduler.tick()
+    bench.schedule.pause("e")
+    scheduler.tick()
+    redis.xdel("redbeat::changes", redis.xrevrange("redbeat::changes", count=1)[0][0])
+    install, installed = scheduler.setup_schedule, []
+
+    def fail_twice() -> None:
+        installed.append(len(installed) >= 2)
+        if not installed[-1]:
+            raise RedisConnectionError
+        install()
+
+    monkeypatch.setattr(scheduler, "setup_schedule", fail_twice)
+    for _ in range(4):
+        scheduler.tick()
+
+    assert installed == [False, False, True]
+    assert len(logged("schedule_vanished")) == 1
+
+
 @pytest.mark.parametrize("removed", ["all records", "the records until then", "the streams"])
 def test_removed_records_are_no_loss(bench, redis, logged, removed):
     leader, standby = bench.scheduler(), bench.scheduler()
