@@ -2551,22 +2551,24 @@ def test_what_a_dying_beat_put_back_goes_with_the_next_deploy(server, redis, ben
     assert Entry.from_key("redbeat:only", app=bench_on(server).app).total_run_count == 7
 
 
+def deploy(bench: Bench, entries: dict[str, Any]) -> None:
+    """Let a beat with this ``beat_schedule`` lead for two ticks, and end."""
+    scheduler = bench.scheduler(beat_schedule=entries)
+    scheduler.tick()
+    scheduler.tick()
+    scheduler.close()
+
+
 @pytest.mark.parametrize("step", ["_own", "_unpark", "save_entries"])
 def test_a_roll_back_that_begins_anew_puts_back_what_was_parked(server, redis, bench_on, monkeypatch, step):
     """The connection is lost after one of its steps, or the beat is killed there, and another goes on."""
     old = {"e": {"task": PLAIN, "schedule": 3600, "args": ["e"]}}
     bench = bench_on(server)
 
-    def deploy(entries: dict[str, Any]) -> None:
-        scheduler = bench.scheduler(beat_schedule=entries)
-        scheduler.tick()
-        scheduler.tick()
-        scheduler.close()
-
-    deploy(old)
+    deploy(bench, old)
     bench.schedule.pause("e", "audit")
     bench.schedule.trigger("e")
-    deploy({})
+    deploy(bench, {})
     assert not redis.exists("redbeat:e")
 
     where = statics if step == "save_entries" else statics.Statics
@@ -2578,7 +2580,7 @@ def test_a_roll_back_that_begins_anew_puts_back_what_was_parked(server, redis, b
         raise RedisConnectionError
 
     monkeypatch.setattr(where, step, run_and_fail)
-    deploy(old)
+    deploy(bench, old)
 
     policy = bench.schedule.get("e").policy
     assert (policy.paused, policy.note) == (True, "audit")
@@ -2588,20 +2590,14 @@ def test_a_roll_back_that_begins_anew_puts_back_what_was_parked(server, redis, b
 def test_an_entry_with_an_unsent_run_gets_the_one_that_was_parked_later(bench, redis):
     old = {"e": {"task": PLAIN, "schedule": 3600, "args": ["old"]}}
 
-    def deploy(entries: dict[str, Any]) -> None:
-        scheduler = bench.scheduler(beat_schedule=entries)
-        scheduler.tick()
-        scheduler.tick()
-        scheduler.close()
-
-    deploy(old)
+    deploy(bench, old)
     bench.schedule.trigger("e")
-    deploy({})
+    deploy(bench, {})
     bench.schedule.upsert("e", PLAIN, 3600, args=["new"])
     bench.schedule.trigger("e")
 
-    deploy(old)
-    deploy(old)
+    deploy(bench, old)
+    deploy(bench, old)
 
     assert len(bench.messages) == 2
     assert not redis.exists("redbeat::parked:e")
