@@ -444,7 +444,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     def _end_term(self) -> None:
         gained, began = self._gained, self._term
         self._gained = self._checked = self._term = None
-        self._reinstalls = False  # whoever leads next installs it
+        self._reinstalls = False  # the next leader installs it
         if gained is not None:
             log.warning("beat: Lost the lock: a term is over", event="leadership_lost", term=gained.number)
         if began is not None:

@@ -13,7 +13,6 @@ from celery.signals import task_rejected, task_unknown
 from celery.utils.imports import symbol_by_name
 
 from ..config import Config
-from ..connections import lock_server
 from ..errors import ConfigError
 from ..locks import worker_name
 from ..locks.base import Ticket
@@ -108,6 +107,9 @@ class WorkerLockStep(bootsteps.StartStopStep):  # type: ignore[misc]
 
 
 def _has_lock_server(app: Celery) -> bool:
+    # Not at the top: a worker whose broker is no Redis loads no client for it.
+    from ..connections import lock_server  # noqa: PLC0415
+
     with suppress(ConfigError):
         return bool(lock_server(app).url)
     return False

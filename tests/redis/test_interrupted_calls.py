@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,7 +25,7 @@ from redis import Redis
 import singlebeat.clients
 from singlebeat import Singleton, exclusive
 from singlebeat.clients import RedisClient, ResponseError, private
-from tests.support import connected, ended_well, fork
+from tests.support import connected, fork
 
 pytestmark = pytest.mark.skipif(not hasattr(Producer, "batch"), reason="kombu 5.7 is the first to hand out commands")
 
@@ -58,6 +60,10 @@ def interrupted(at: int, code: tuple[str, ...] = CODE) -> Iterator[list[int]]:
         sys.settrace(before)
 
 
+#: Crashes of the interpreter in a row that are no accident any more.
+CRASHES = 3
+
+
 def sent(redis: Redis) -> list[str]:
     """The ids of the messages in the queue, the last one first."""
     return [json.loads(message)["headers"]["id"] for message in redis.lrange("celery", 0, -1)]
@@ -88,8 +94,15 @@ def call(request, app):
 
 
 def ends_well(interrupt: Callable[[], object]) -> bool:
-    """Interrupt in a child: where tracing ends a ``with``, a lock may stay held, or an error current."""
-    return ended_well(fork(interrupt, within=100))
+    """Interrupt in a child: where tracing ends a ``with``, a lock may stay held, or an error current.
+
+    CPython 3.11 itself crashes now and then when a trace function raises; then another child tries it again.
+    """
+    for _ in range(CRASHES):
+        code = os.waitstatus_to_exitcode(os.waitpid(fork(interrupt, within=100), 0)[1])
+        if code != -signal.SIGSEGV:
+            return code == 0
+    return False
 
 
 def test_a_call_that_ends_at_any_line_leaves_no_half_and_harms_no_other(app, redis, call):
