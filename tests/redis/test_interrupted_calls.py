@@ -60,10 +60,6 @@ def interrupted(at: int, code: tuple[str, ...] = CODE) -> Iterator[list[int]]:
         sys.settrace(before)
 
 
-#: Crashes of the interpreter in a row that are no accident any more.
-CRASHES = 3
-
-
 def sent(redis: Redis) -> list[str]:
     """The ids of the messages in the queue, the last one first."""
     return [json.loads(message)["headers"]["id"] for message in redis.lrange("celery", 0, -1)]
@@ -96,13 +92,12 @@ def call(request, app):
 def ends_well(interrupt: Callable[[], object]) -> bool:
     """Interrupt in a child: where tracing ends a ``with``, a lock may stay held, or an error current.
 
-    CPython 3.11 itself crashes now and then when a trace function raises; then another child tries it again.
+    CPython 3.11 itself crashes in some processes when a trace function raises; newer versions run these tests, too.
     """
-    for _ in range(CRASHES):
-        code = os.waitstatus_to_exitcode(os.waitpid(fork(interrupt, within=100), 0)[1])
-        if code != -signal.SIGSEGV:
-            return code == 0
-    return False
+    code = os.waitstatus_to_exitcode(os.waitpid(fork(interrupt, within=100), 0)[1])
+    if code == -signal.SIGSEGV and sys.version_info < (3, 12):
+        pytest.skip("the interpreter has crashed")
+    return code == 0
 
 
 def test_a_call_that_ends_at_any_line_leaves_no_half_and_harms_no_other(app, redis, call):
