@@ -135,7 +135,7 @@ class Failures:
         return is_first and any(getattr(cause, "reply_code", None) == _NO_ROUTE_CODE for cause in causes(exc))
 
     def is_refused(self, message: Message, exc: Exception) -> bool:
-        """Return whether RabbitMQ answers and refuses one message, as for a full queue; log it now and then."""
+        """Return whether RabbitMQ answers and refuses one message; log it now and then, unless it lost the queue."""
         if self.may_have_lost_queue(message, exc):
             self.backoff.refused(message.entry.key)
             return True

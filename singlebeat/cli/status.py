@@ -45,8 +45,10 @@ def status_(app: Celery, as_json: bool) -> None:
         return
     click.echo(printable(f"leader      {', '.join(filter(None, (who(state), state.renewed)))}"))
     refused = ticks_refusal(app)
-    what = "writes" if refuses_writes(refused) else schedule_refusal(app, needs=STANDBY) and "a command"
-    unnoted = f", and none can note itself while the server refuses {what}" if what and not state.standbys else ""
+    unnoted = ""
+    if refused and not state.standbys and schedule_refusal(app, needs=STANDBY):
+        what = "writes" if refuses_writes(refused) else "a command"
+        unnoted = f", and none can note itself while the server refuses {what}"
     click.echo(f"{'beats' if state.is_shared or state.sharing else 'standbys':<12}{len(state.standbys)}{unnoted}")
     for standby in state.standbys:
         of_app = f", of app {standby['app']}" if standby.get("app", state.app) != state.app else ""

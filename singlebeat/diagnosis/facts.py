@@ -447,6 +447,5 @@ def _run_with_result(record: Record | None, running: Collection[str]) -> str:
     """
     if record is None or record.decision == "skipped_overlap":
         return record.holder if record is not None and record.holder in running else ""
-    is_sent = record.is_sent
     may_know = record.end is None or record.end.outcome in {"failure", RESULT_NOT_STORED}
-    return record.task_id if is_sent and may_know else ""
+    return record.task_id if record.is_sent and may_know else ""

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...beat.delivery import queue_of
-from ...beat.store.probe import lock_trouble
 from ...errors import ConflictError, EntryError, UnknownEntryError
 from ..actions import MOST_RUNS, PATIENCE, end_present_term, free_lock
 from ..board import CALCULATED_FOR
@@ -59,8 +58,7 @@ class Result:
 
 def status(call: Call) -> Result:
     """Return the state of the schedule."""
-    problem = call.board.snapshot.problem or lock_trouble(call.board.app)
-    return Result({**asdict(call.board.state), "problem": problem})
+    return Result({**asdict(call.board.state), "problem": call.board.snapshot.problem})
 
 
 def doctor(call: Call) -> Result:
