@@ -362,15 +362,15 @@ def test_a_new_entry_an_edit_and_its_end_are_noticed_at_once(stage, name, by):
             )
             stage.redis.zadd(SCHEDULE, {f"redbeat:{name}": 0}, nx=True)
 
+    stage.schedule.upsert(f"{name}, other", PLAIN, 3600, args=["other"], overlap="allow_all")
     for value in (f"{name}, new", f"{name}, edited"):
         began = time.monotonic()
         write(value)
         stage.oracle.wait_started(1, value, timeout=10)
         measured(f"{value} was noticed after {time.monotonic() - began:.2f} s")
-    stage.schedule.upsert(f"{name}, other", PLAIN, 3600, args=["other"], overlap="allow_all")
     if by == "Schedule":
         stage.schedule.delete(name)
-    else:  # one place of at least two: beat restores places when more than half of them are gone
+    else:  # one place of two: beat restores places when more than half of those that it has seen are gone
         stage.redis.zrem(SCHEDULE, f"redbeat:{name}")
     # Beat goes on with others, and not with this one: but for what it had read before, it is over.
     known = len(stage.decisions(name)) + 1
