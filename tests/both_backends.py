@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from singlebeat.locks.base import BaseBackend, Holder, read_generation
 from singlebeat.locks.key import behind_key, done_key, turn_key
-from singlebeat.locks.memory import LOST, REPLACED, MemoryBackend
+from singlebeat.locks.memory import LOST, OVER, REPLACED, MemoryBackend
 from singlebeat.locks.redis import RedisBackend
 
 #: Seconds that the two may be apart on a slow machine. Lifetimes that a test tells apart differ by more.
@@ -39,6 +39,7 @@ class Stored:
     over: set[tuple[str, float]]  #: generations that ended, or handed over
     replaced: set[str]  #: task ids that were evicted while they waited
     lost: set[str]  #: deliveries whose runs ended without their lock
+    ended: set[str]  #: deliveries whose ends are remembered
 
 
 class BothBackends:
@@ -76,17 +77,17 @@ class BothBackends:
             for id_, gen, *rest in rows
         ]
         ends = [(id_, end) for id_, _, end in (member.rpartition(":") for member in members)]
-        over = {(id_, read_generation(end)) for id_, end in ends if end not in {"replaced", "lost"}}
-        replaced, lost = ({id_ for id_, end in ends if end == word} for word in ("replaced", "lost"))
-        return Stored(*records, over, replaced, lost)
+        over = {(id_, read_generation(end)) for id_, end in ends if end not in {"replaced", "lost", "over"}}
+        words = ({id_ for id_, end in ends if end == word} for word in ("replaced", "lost", "over"))
+        return Stored(*records, over, *words)
 
     def _stored_in_memory(self, lock: str) -> Stored:
         found = [self.memory._live(key) for key in (lock, behind_key(lock), turn_key(lock))]
         records = [r and Record(r.task_id, r.generation, r.state, r.nonce, r.payload, r.if_held) for r in found]
         ends = self.memory._done.get(lock, {})
-        over = {(id_, end) for id_, end in ends if end not in {REPLACED, LOST}}
-        replaced, lost = ({id_ for id_, end in ends if end == word} for word in (REPLACED, LOST))
-        return Stored(*records, over, replaced, lost)
+        over = {(id_, end) for id_, end in ends if end not in {REPLACED, LOST, OVER}}
+        words = ({id_ for id_, end in ends if end == word} for word in (REPLACED, LOST, OVER))
+        return Stored(*records, over, *words)
 
 
 def _comparable(answer: Any, fences: list[int]) -> Any:

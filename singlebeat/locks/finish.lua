@@ -5,8 +5,8 @@
 -- KEYS[1...]  three for each request:
 --             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next,
 --                       next_ttl (ms); uncut (ms), as in acquire
---             done      zset: "id:generation" of runs that ended under this lock recently, and "delivery:lost" of those
---                       that ended without it, by time (ms)
+--             done      zset, by time (ms): "id:generation" of runs that ended under this lock recently, "delivery:over"
+--                       of each, for REPEATED ms, and "delivery:lost" of those that ended without the lock
 --             turn      hash, as lock: the call that waits for the end of the holder, and runs by itself; the turn of a
 --                       request that is over is freed
 -- ARGV[1]  done_ms   ms for which the end of a run is remembered; 0: no end is remembered
@@ -21,13 +21,24 @@
 --          kept      the lock is free already, or another run, generation or id holds it, or the key has another type;
 --                    a promise of the lock to this message is taken back
 --
--- Uses numbers. A repetition replies "lost" again, or else "kept", and writes nothing.
+-- Uses numbers. A repetition replies "lost" again, or else "kept", and writes nothing: the main process repeats what the
+-- run itself has done, and meanwhile a new call may have the same id.
+
+local REPEATED = 60000 -- ms in which a repetition may follow
 
 local done_ms, ran = tonumber(ARGV[1]), ARGV[2] == "1"
 local time = redis.call("TIME")
 local now = string.format("%.0f", time[1] * 1000 + math.floor(time[2] / 1000))
 
 local function finish(lock, done, turn, id, gen, nonce)
+  -- A key of another type remembers nothing and is no error.
+  local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, nonce .. ":lost", nonce .. ":over")
+  if ended.err and done_ms > 0 and not string.find(ended.err, "WRONGTYPE", 1, true) then
+    return ended
+  end
+  if ended[3] then
+    return ended[2] and "lost" or "kept"
+  end
   local by_itself = redis.pcall("HMGET", turn, "id", "gen")
   if by_itself[1] == id and (tonumber(by_itself[2]) or 0) <= tonumber(gen) then
     redis.call("DEL", turn)
@@ -44,11 +55,6 @@ local function finish(lock, done, turn, id, gen, nonce)
   local unstarted = ours and record[3] ~= "running"
   local another = ours and not holds and not unstarted
 
-  -- A key of another type remembers nothing and is no error. The main process repeats what the run itself has done.
-  local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, nonce .. ":lost")
-  if ended.err and done_ms > 0 and not string.find(ended.err, "WRONGTYPE", 1, true) then
-    return ended
-  end
   local ends = not ended.err and not ended[1] and (holds or (ran and not another))
   local loses = not ended.err and not ended[1] and not ended[2] and ran and nonce ~= "" and not holds and not unstarted
   if done_ms > 0 and (ends or loses) then
@@ -57,6 +63,9 @@ local function finish(lock, done, turn, id, gen, nonce)
     redis.call("ZREMRANGEBYSCORE", done, "-inf", string.format("%.0f", now - done_ms))
     if ends then
       redis.call("ZADD", done, now, id .. ":" .. gen)
+    end
+    if ends and nonce ~= "" then
+      redis.call("ZADD", done, string.format("%.0f", now - math.max(0, done_ms - REPEATED)), nonce .. ":over")
     end
     if loses then
       redis.call("ZADD", done, now, nonce .. ":lost")

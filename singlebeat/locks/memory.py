@@ -28,6 +28,9 @@ REPLACED = -1
 #: Remembered with the name of a delivery: its run ended without its lock.
 LOST = -2
 
+#: Remembered with the name of a delivery, for a minute: its run has ended.
+OVER = -3
+
 _memories: WeakKeyDictionary[Celery, BaseBackend] = WeakKeyDictionary()
 
 
@@ -292,6 +295,8 @@ class MemoryBackend(BaseBackend):
 
     def _finish(self, ref: Ref, remember_for: float, *, ran: bool) -> bool:
         """Free the lock of a request that is over; return whether it was lost before."""
+        if self._ended(ref.key, ref.nonce, OVER):  # the main process repeats it; a new call may have the same id
+            return self._ended(ref.key, ref.nonce, LOST)
         by_itself = self._live(turn_key(ref.key))
         if by_itself and by_itself.task_id == ref.task_id and by_itself.generation <= ref.generation:
             del self._records[turn_key(ref.key)]
@@ -305,8 +310,10 @@ class MemoryBackend(BaseBackend):
         has_ended = self._ended(ref.key, ref.task_id, ref.generation)
         is_lost = self._ended(ref.key, ref.nonce, LOST)
         is_lost |= ran and bool(ref.nonce) and not (holds or unstarted or has_ended)
-        if remember_for > 0 and (holds or (ran and (unstarted or not ours))):
+        if remember_for > 0 and not has_ended and (holds or (ran and (unstarted or not ours))):
             self._remember(ref.key, ref.task_id, ref.generation, remember_for)
+            if ref.nonce:
+                self._remember(ref.key, ref.nonce, OVER, min(60.0, remember_for))
         if remember_for > 0 and is_lost:
             self._remember(ref.key, ref.nonce, LOST, remember_for)
         if record is None or not (holds or unstarted):

@@ -1368,7 +1368,7 @@ def test_a_run_that_ends_frees_its_lock_and_is_remembered(backend, redis, lives)
     assert finish(redis) == "finished"
 
     assert not redis.exists(LOCK)
-    assert list(redis.zrange(DONE, 0, -1)) == ["a:0"]
+    assert {*redis.zrange(DONE, 0, -1)} == {"a:0", f"{RUN.nonce}:over"}
     assert lives(MEMORY, DONE)
     assert finish(redis) == "kept"
 
@@ -1433,7 +1433,7 @@ def test_ends_are_forgotten_after_their_time(backend, redis):
 
     backend.finish_many([RUN], remember_for=MEMORY)
 
-    assert redis.zrange(DONE, 0, -1) == ["young:0", "a:0"]
+    assert {*redis.zrange(DONE, 0, -1)} == {"young:0", "a:0", f"{RUN.nonce}:over"}
 
 
 def test_many_locks_are_freed_at_once_and_only_their_own(backend, redis):
@@ -1455,7 +1455,7 @@ def test_a_new_call_under_a_used_id_may_retry_as_the_first_did(server, redis, ki
         assert acquire(backend, run).verdict is Verdict.ACQUIRED
         assert begin(backend, run).verdict is Verdict.STARTED
         assert backend.rotate(run, to=later(run), ttl=QUEUED_TTL, remember_for=MEMORY)
-        retry = later(run, nonce="n2")
+        retry = later(run, nonce=f"n2 of {run.task_id}")
         assert begin(backend, retry).verdict is Verdict.STARTED
         backend.finish_many([retry], remember_for=MEMORY, ran=True)
 
@@ -1465,6 +1465,28 @@ def test_a_new_call_under_a_used_id_may_retry_as_the_first_did(server, redis, ki
     assert backend.rotate(RUN, to=later(RUN), ttl=QUEUED_TTL, remember_for=MEMORY)
     assert begin(backend, later(RUN, nonce="n3")).verdict is Verdict.STARTED
     assert begin(backend, later(other, nonce="n4")).verdict is Verdict.DONE
+
+
+@pytest.mark.parametrize("kind", [RedisBackend, MemoryBackend])
+@pytest.mark.parametrize("step", ["sent", "started", "over"])
+def test_the_repeated_end_of_a_run_leaves_a_new_call_of_its_id_alone(server, redis, kind, step):
+    """The main process repeats what the child has done."""
+    backend = RedisBackend(server.url) if kind is RedisBackend else MemoryBackend()
+    begin(backend)
+    backend.finish_many([RUN], remember_for=MEMORY, ran=True)
+    again = replace(A, nonce="n2")
+    assert acquire(backend, again).verdict is Verdict.ACQUIRED
+    if step != "sent":
+        assert begin(backend, again).verdict is Verdict.STARTED
+    if step == "over":
+        backend.finish_many([again], remember_for=MEMORY, ran=True)
+        assert acquire(backend, B).verdict is Verdict.ACQUIRED
+
+    assert not backend.finish_many([RUN], remember_for=MEMORY, ran=True)
+
+    assert backend.get(LOCK) == ("b" if step == "over" else "a")
+    if step == "sent":
+        assert begin(backend, again).verdict is Verdict.STARTED
 
 
 @pytest.mark.parametrize("what", ["renew_many", "finish_many"])
