@@ -182,7 +182,7 @@ def parked(redis: Redis, *, token: str = "t") -> tuple[list[str], list[Any]]:
 
 
 def unparked(redis: Redis, *, token: str = "t") -> tuple[list[str], list[Any]]:
-    redis.hset("redbeat::parked:e", mapping={"definition": "d", "policy": "p", "owner": "app"})
+    redis.hset("redbeat::parked:e", mapping={"definition": "d", "policy": "p", "dropped_by": "app"})
     redis.set(LOCK, "t")
     return [LOCK, CHANGES, PENDING, "redbeat:e", "redbeat::parked:e"], [token, "app", *AUTHOR, packed([("e", "s")])]
 

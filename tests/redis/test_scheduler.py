@@ -2587,6 +2587,30 @@ def test_a_roll_back_that_begins_anew_puts_back_what_was_parked(server, redis, b
     assert bench.names == ["e"]
 
 
+@pytest.mark.parametrize("first_back", ["first", "second"])
+def test_each_of_two_apps_gets_back_what_both_have_dropped(bench, redis, first_back):
+    def deploy_to(name: str, entries: Mapping[str, Any]) -> None:
+        app = bench.new_app(beat_schedule=entries, singlebeat_other_app_check="ignore")
+        app.main = name
+        scheduler = bench.scheduler(app=app)
+        scheduler.tick()
+        scheduler.close()
+
+    both = {"e": {"task": PLAIN, "schedule": 3600, "args": ["e"]}}
+    deploy_to("first", both)
+    deploy_to("second", both)
+    bench.schedule.pause("e", "audit")
+    deploy_to("first", {})
+    deploy_to("second", {})
+    assert not redis.exists("redbeat:e")
+
+    deploy_to(first_back, both)
+
+    assert bench.schedule.get("e").policy.note == "audit"
+    assert redis.hget(OWNERS, "e") == first_back
+    assert not redis.hexists("redbeat:e", "dropped_by")
+
+
 def test_an_entry_with_an_unsent_run_gets_the_one_that_was_parked_later(bench, redis):
     old = {"e": {"task": PLAIN, "schedule": 3600, "args": ["old"]}}
 

@@ -1208,7 +1208,7 @@ def test_a_static_entry_that_comes_back_is_as_it_was(install, redis, app):
     assert (entry.meta, redis.hget("redbeat:e", "history")) == (Meta(then, 7, since=passed), "a line")
     assert redis.zscore(SCHEDULE, "redbeat:e") == (passed + hour).timestamp(), "an interval keeps its pace"
     assert Schedule(app).get("off").enabled is False
-    assert (redis.ttl("redbeat:e"), redis.hexists("redbeat:e", "owner")) == (-1, False)
+    assert (redis.ttl("redbeat:e"), redis.hexists("redbeat:e", "dropped_by")) == (-1, False)
     assert not redis.keys("redbeat::parked:*")
 
 

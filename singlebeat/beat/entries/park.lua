@@ -19,7 +19,8 @@
 -- ARGV[7]     rows        JSON, one array for each entry:
 --             name        in statics and owners
 --             found       its owners as they were read, an empty string for none
---             left        its owners without that app; empty: no owner is left, so the entry is parked
+--             left        its owners without that app; empty: no owner is left, so the entry is parked. Else the entry
+--                         remembers the app in its field dropped_by: when it is parked, that app, too, can have it back
 --             is_entry    false: its key is a key of the schedule itself, and is not touched
 --
 -- returns  an error if the server refuses a command, and nothing was written
@@ -41,6 +42,16 @@ if refused then
   return refused
 end
 
+--- Return the apps that have dropped an entry, one in each line, with ours.
+local function dropped_by(entry)
+  local before = redis.call("HGET", entry, "dropped_by")
+  if not before then
+    return owner
+  end
+  local is_known = string.find("\n" .. before .. "\n", "\n" .. owner .. "\n", 1, true)
+  return is_known and before or before .. "\n" .. owner
+end
+
 local function park(entry, kept, name, found, left, is_entry)
   if (redis.call("HGET", owners, name) or "") ~= found then
     return "moved"
@@ -49,6 +60,9 @@ local function park(entry, kept, name, found, left, is_entry)
 
   if left ~= "" then
     redis.call("HSET", owners, name, left)
+    if #fields > 0 then
+      redis.call("HSET", entry, "dropped_by", dropped_by(entry))
+    end
     return "left"
   end
   if #fields > 0 then
@@ -67,7 +81,7 @@ local function park(entry, kept, name, found, left, is_entry)
     for at = 1, #fields, 2 do
       redis.call("HSET", kept, fields[at], fields[at + 1])
     end
-    redis.call("HSET", kept, "owner", owner)
+    redis.call("HSET", kept, "dropped_by", dropped_by(kept))
     redis.call("HDEL", kept, "recorded")
     redis.call("PEXPIRE", kept, ttl)
     if redis.call("HGET", kept, "pending") then

@@ -20,7 +20,7 @@
 --
 -- returns  an error if the server refuses a command, and nothing was written
 --          JSON: null if another beat leads, and nothing was written; else for each entry whether it was put back: not
---          if the entry exists, or if the copy belongs to another app (a repetition finds no copy and does nothing)
+--          if the entry exists, or if the copy is of other apps (a repetition finds no copy and does nothing)
 
 local owner = ARGV[2]
 if fenced({KEYS[1]}, {ARGV[1]}) == 1 then
@@ -53,7 +53,8 @@ local function hand_over(entry, kept)
 end
 
 local function unpark(entry, kept, name, since)
-  if redis.pcall("HGET", kept, "owner") ~= owner then
+  local dropped_by = redis.pcall("HGET", kept, "dropped_by")
+  if type(dropped_by) ~= "string" or not string.find("\n" .. dropped_by .. "\n", "\n" .. owner .. "\n", 1, true) then
     return false
   end
   if redis.call("EXISTS", entry) == 1 then
@@ -68,7 +69,7 @@ local function unpark(entry, kept, name, since)
   for at = 1, #fields, 2 do
     redis.call("HSET", entry, fields[at], fields[at + 1])
   end
-  redis.call("HDEL", entry, "owner")
+  redis.call("HDEL", entry, "dropped_by")
   if since ~= "" then
     redis.call("HSET", entry, "since", since)
   end
