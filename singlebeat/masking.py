@@ -55,7 +55,7 @@ IN_TEXT = frozenset({"args", "kwargs", "argsrepr", "kwargsrepr", "link", "link_e
 MAPPING = frozenset({"celery.map", "celery.starmap", "celery.chunks"})
 
 #: The part of a URL before its password, or before its port; and the password in the query of a URL.
-_USER = re.compile(r"://[^:@/\s]*:")
+_USER = re.compile(r"://[^:\s]*:")
 _WORD = re.compile(r"\S+")
 _IN_QUERY = re.compile(r"[?&]password=")
 
@@ -107,7 +107,7 @@ def masked_text(text: str, app: Celery, *, task: str = "") -> str:
     patterns = Config.of(app).singlebeat_masked_arguments
     if not patterns:
         return text
-    for parse, write in ((json.loads, json.dumps), (ast.literal_eval, repr)):
+    for parse, write in ((_parsed, json.dumps), (ast.literal_eval, repr)):
         try:
             value = parse(text) if len(text) <= MOST_PARSED else None
             if isinstance(value, str):  # which may hold JSON itself
@@ -117,6 +117,8 @@ def masked_text(text: str, app: Celery, *, task: str = "") -> str:
                 is_args = task and isinstance(value, list | tuple)
                 shown = type(value)(masked_arguments(task, value, app)) if is_args else masked(value, app)
                 return text if shown == value else write(shown)
+        except _RepeatedNameError:
+            break
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
     if task and any(_secret_positions(task, app, patterns, MOST_PARAMETERS)):
@@ -124,6 +126,26 @@ def masked_text(text: str, app: Celery, *, task: str = "") -> str:
     secret = next((found.end() for found in _NAME.finditer(text) if _may_be_secret(found, patterns)), len(text))
     first = min(secret, _password_of_url(text))
     return text if first == len(text) else f"{text[:first]} {MASK}…"
+
+
+class _RepeatedNameError(Exception):
+    """A part of a value is not in what was parsed."""
+
+
+def _parsed(text: str) -> Any:
+    """Return the value of JSON.
+
+    Raises:
+        _RepeatedNameError: an object has a name twice, of which a reader sees the last value alone.
+    """
+    return json.loads(text, object_pairs_hook=_without_repetition)
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _RepeatedNameError
+    return found
 
 
 def _password_of_url(text: str) -> int:
@@ -254,6 +276,8 @@ def _masked(value: Any, patterns: tuple[str, ...], app: Celery, task: str = "", 
         is_nested: whether it stands in another value: a call may be a signature then.
     """
     if isinstance(value, Mapping):
+        if is_nested and any(isinstance(name, str) and _password_of_url(name) < len(name) for name in value):
+            return MASK
         name_of_task, args = value.get("task"), value.get("args")
         is_call = isinstance(name_of_task, str) and isinstance(args, list | tuple)
         own = OF_CALL if is_call else frozenset()

@@ -29,6 +29,7 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "backfill": "How far a backfill has come.",
     "written": "The ids of the last calls that stored it: by them a repetition is told from another call.",
     "asked": "The ids of the last runs that were triggered or backfilled.",
+    "dropped_by": "The apps that have dropped it from ``beat_schedule``: each of them gets it back as it was.",
 }
 
 #: The keys of entries: the Redis type and what each holds, by what follows the prefix.

@@ -172,7 +172,7 @@ def _seconds(value: object) -> float | None:
 def _read_note(record: Mapping[str, str]) -> Mapping[str, Any]:
     try:
         sent = json.loads(record.get("sent") or "{}")
-    except ValueError:  # any program may write there
+    except (ValueError, RecursionError):  # any program may write there
         return {}
     return sent if isinstance(sent, Mapping) else {}
 

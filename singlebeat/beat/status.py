@@ -561,7 +561,7 @@ def _decode_standby(text: str) -> Mapping[str, str]:
         return {name: str(raw[name]) for name in ("host", "pid", "since")} | {
             name: str(raw[name]) for name in ("app", "statics", "version", "broker", "ahead", "zone") if name in raw
         }
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return {"host": text, "pid": "", "since": ""}
 
 
@@ -579,5 +579,5 @@ def quarantine_record(text: str) -> Mapping[str, str]:
     try:
         raw: Any = json.loads(text)
         return {"reason": str(raw["reason"]), "since": str(raw["since"])}
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return {"reason": text, "since": ""}

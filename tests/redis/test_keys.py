@@ -66,6 +66,7 @@ def lived(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     backend_of(bench.app).announce("w1", ttl=600)
     leader = bench.scheduler(beat_schedule={"static": static, "gone": static})
     bench.put(jitter=5)
+    redis.hset("redbeat:e", "dropped_by", "another app")
     redis.hset("redbeat:bad", "definition", "{")
     redis.zadd("redbeat::schedule", {"redbeat:bad": 0})
     leader.tick()

@@ -19,7 +19,7 @@ from redbeat.schedules import rrule
 from singlebeat import Entry, Schedule
 from singlebeat.beat.entries.definition import LONGEST_FIELD, Meta
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
-from singlebeat.beat.keys import LEASE_KEYS, OWN_KEYS
+from singlebeat.beat.keys import ENTRY_FIELDS, LEASE_KEYS, OWN_KEYS
 from singlebeat.beat.leadership.lease import Term
 from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.claims import Store
@@ -575,3 +575,51 @@ def test_an_entry_with_a_huge_definition_delays_no_other(bench, cli):
     assert bench.names == ["good"]
     assert "definition has 1000" in cli("explain", "huge", app=bench.app).output
     assert bench.redis.hget("redbeat:huge", "definition") == definition
+
+
+#: Nested too deeply for JSON readers.
+DEEP = "[" * 10_000
+
+
+def check_that_all_goes_on(bench, cli, *names: str) -> None:
+    """Check that the beat, and one that begins now, run an entry, and that no command fails."""
+    bench.put("canary")
+    bench.tick(2)
+    bench.scheduler()
+    bench.tick(2)
+    assert "canary" in bench.names
+    for command in ("status", "list", "history", "changes", "health", "doctor", "export"):
+        cli(command, app=bench.app, code=None)
+    for name in names:
+        for command in ("show", "explain"):
+            cli(command, name, app=bench.app, code=None)
+
+
+def test_deep_json_in_a_field_of_an_entry_ends_nothing(bench, redis, cli):
+    for field in ENTRY_FIELDS:
+        bench.put(field)
+    bench.tick(2)
+
+    for field in ENTRY_FIELDS:
+        redis.hset(f"redbeat:{field}", field, DEEP)
+        redis.zadd(SCHEDULE, {f"redbeat:{field}": 0})
+    redis.zadd("redbeat::pending", {"redbeat:pending": 0})
+
+    check_that_all_goes_on(bench, cli, *ENTRY_FIELDS)
+    cli("backfill", "backfill", "2026-11-27", "2026-11-28", app=bench.app, code=2)
+
+
+def test_deep_json_in_a_key_of_the_schedule_ends_nothing(bench, redis, cli):
+    bench.put("e")
+    bench.tick(2)
+    soon = (datetime.now(UTC) + timedelta(seconds=60)).timestamp()
+
+    for name in ("quarantine", "pauses", "leader"):
+        redis.hset(f"redbeat::{name}", mapping={"redbeat:e": DEEP, "all": DEEP, "zone": DEEP})
+    for name in ("changes", "history"):
+        fields = ("before", "after", "id", "decision", "definition_before")
+        redis.xadd(f"redbeat::{name}", {**dict.fromkeys(fields, DEEP), "entry": "e"})
+    redis.zadd("redbeat::standbys", {DEEP: soon})
+    redis.set("redbeat::lost", DEEP)
+
+    check_that_all_goes_on(bench, cli, "e")

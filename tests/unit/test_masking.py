@@ -121,6 +121,8 @@ def test_the_patterns_are_a_setting(app):
         '{"it\'s password": "' + SECRET + '"',
         json.dumps(json.dumps({"password": SECRET})),
         json.dumps('{"password": "' + SECRET),
+        '{"kwargs": {"password": "' + SECRET + '"}, "kwargs": {}}',
+        json.dumps({"of": {f"redis://:{SECRET}@h": 1}}),
     ],
 )
 def test_strings_of_json_and_reprs_are_masked_even_broken_ones(app, text):
@@ -173,6 +175,8 @@ URLS = [
     f"redis://:12/{SECRET}@h",
     f"unix:///run/s?db=1&password={SECRET}",
     f"see http://shop:80/a and ftp://ann:{SECRET}@h",
+    f"amqp://ann@shop.test:{SECRET}@h//",
+    f"amqp://shop/ann:{SECRET}@h//",
 ]
 
 
@@ -184,6 +188,7 @@ def test_an_argument_that_is_a_url_with_a_password_is_masked(app, url):
 
     assert shown["args"] == [MASK, 1]
     assert shown["kwargs"] == {"of": [{"url": MASK}]}
+    assert masked({"of": {url: 1}, url: 2}, app)["of"] == MASK
     assert shown["options"] == {"headers": {"to": MASK}}
 
 

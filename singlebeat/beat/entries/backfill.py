@@ -59,7 +59,7 @@ class Span:
             raw = json.loads(text)
             run = str(raw.pop("run", ""))
             found = Span(**{name: datetime.fromisoformat(value) for name, value in raw.items()}, run=run)
-        except (ValueError, TypeError, AttributeError) as exc:
+        except (ValueError, TypeError, AttributeError, RecursionError) as exc:
             raise EntryError(
                 f"entry {name!r}: its field backfill cannot be read, HDEL {shlex.quote(key)} backfill: {exc}"
             ) from exc

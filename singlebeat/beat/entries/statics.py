@@ -330,7 +330,7 @@ def _is_same(entry: Entry, definition: str, policy: str | None) -> bool:
             _without_state(wanted) == _without_state(stored)
             and {**wishes, **dict.fromkeys(OPERATORS)} == {**stored_wishes, **dict.fromkeys(OPERATORS)}
         )
-    except (EntryError, ValueError, TypeError):
+    except (EntryError, ValueError, TypeError, AttributeError, RecursionError):
         return False
 
 

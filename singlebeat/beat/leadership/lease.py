@@ -278,7 +278,7 @@ class Lease:
     def _sharing(self, signs: Iterable[str]) -> Iterator[str]:
         """Yield host and pid of the beats that give signs of life in our zone: claims from another zone are refused."""
         for sign in signs:
-            with suppress(ValueError, TypeError, KeyError):  # another program may write there
+            with suppress(ValueError, TypeError, KeyError, RecursionError):  # another program may write there
                 record = json.loads(sign)
                 if record["zone"] == self._about["zone"]:
                     yield f"{record['host']}:{record['pid']}"

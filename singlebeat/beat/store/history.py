@@ -264,7 +264,7 @@ def _lines(text: str | None, names: Sequence[str]) -> Iterator[tuple[str, dict[s
                 return
             values += [""] * (len(values) == len(names) - 1)  # an older singlebeat knows no ``holder_entry``
             yield at, dict(zip(names, values, strict=True))
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             return
 
 

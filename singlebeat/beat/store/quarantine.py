@@ -243,6 +243,6 @@ def _reason_of(exc: Exception) -> str:
 
 def _record(text: str | None) -> dict[str, str]:
     try:
-        return dict(json.loads(text or "{}"))
-    except (ValueError, TypeError):  # any program may write there
+        return {str(name): str(value) for name, value in dict(json.loads(text or "{}")).items()}
+    except (ValueError, TypeError, RecursionError):  # any program may write there
         return {}
