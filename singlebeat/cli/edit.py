@@ -76,12 +76,15 @@ def _entries(app: Celery) -> Schedule:
 def _json(text: str | None, kind: type, option: str) -> Any:
     if text is None:
         return None
+    needed = f"is no JSON {'array' if kind is list else 'object'}"  # its text is not repeated: arguments may be secret
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
+    except RecursionError:
+        raise click.BadParameter(f"{needed}: it is nested too deeply", param_hint=option) from None
+    except ValueError as exc:
+        raise click.BadParameter(f"{needed}: {exc}", param_hint=option) from None
     if not isinstance(value, kind):
-        raise click.BadParameter(f"is no JSON {'array' if kind is list else 'object'}: {text}", param_hint=option)
+        raise click.BadParameter(needed, param_hint=option)
     return value
 
 

@@ -830,6 +830,14 @@ def test_a_users_error_is_one_line_and_no_traceback(cli, put, args, code, messag
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize("given", ['{"password": "hunter2"', '{"password": "hunter2"} x', '["hunter2"]', '"hunter2"'])
+def test_arguments_that_are_no_json_are_not_repeated(cli, given):
+    output = cli("add", "n", TASK, "--every", "5", "--kwargs", given, code=2).output
+
+    assert "is no JSON object" in output
+    assert "hunter2" not in output
+
+
 @pytest.mark.parametrize("depth", [250, 900, 100_000])
 def test_arguments_that_are_too_deep_are_refused_by_add_and_import(cli, depth, tmp_path):
     deep, file = "[" * depth + "]" * depth, tmp_path / "entries.json"

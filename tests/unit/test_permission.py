@@ -128,6 +128,13 @@ def test_a_call_of_celerys_own_tasks_for_each_item_is_refused(app, task, called)
         check_allowed(entry, ("shop.*", "celery.*"))
 
 
+@pytest.mark.parametrize("called", [["shop.ok"], [], 5, None], ids=str)
+@pytest.mark.parametrize("task", ["celery.map", "celery.starmap", "celery.chunks"])
+def test_a_call_of_what_is_no_task_for_each_item_is_refused(app, task, called):
+    with pytest.raises(EntryError, match="cannot check"):
+        check_allowed(entry_of(app, task, kwargs={"task": called, "it": [1]}), ("shop.*", "celery.*"))
+
+
 @pytest.mark.parametrize("name", ["celery.chord_unlock", "celery.starmap", "celery.chunks", "celery.chord"])
 def test_other_tasks_of_celery_that_run_tasks_name_them(app, name):
     with pytest.raises(EntryError, match="by name"):

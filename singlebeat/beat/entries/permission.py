@@ -89,8 +89,10 @@ def _tasks_of_call(task: str, args: object, kwargs: object, options: object) -> 
             if args or not isinstance(kwargs, Mapping) or name not in kwargs:
                 raise EntryError(f"{task} needs {name} by name, so that singlebeat_allowed_tasks can check it")
             yield from _tasks(kwargs[name])
-        called = kwargs["task"] if isinstance(kwargs, Mapping) and task in MAPPING else None
-        if (called["task"] if isinstance(called, Mapping) else called) in RUN_BY_ARGUMENTS:
+        called = kwargs["task"] if isinstance(kwargs, Mapping) and task in MAPPING else ""
+        if not isinstance(called, Mapping | str):
+            raise _unchecked_error(called)
+        if (called if isinstance(called, str) else called["task"]) in RUN_BY_ARGUMENTS:
             raise EntryError(
                 f"{task} calls a task of Celery: singlebeat_allowed_tasks cannot check the tasks in its items"
             )
