@@ -72,8 +72,13 @@ def check_allowed(entry: Entry, patterns: Sequence[str]) -> None:
         for name in _tasks_of_call(entry.task, entry.args, entry.kwargs, entry.options):
             if not _matches(name, patterns):
                 raise EntryError(f"it makes task {name} run, which is not among singlebeat_allowed_tasks")
+    except EntryError:
+        raise
     except RecursionError:
         raise EntryError("its signatures are nested too deeply for singlebeat_allowed_tasks") from None
+    except Exception as exc:  # any program may have written what a check does not expect
+        why = f"singlebeat_allowed_tasks cannot check the tasks that it makes run: {type(exc).__name__}"
+        raise EntryError(why) from exc
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
