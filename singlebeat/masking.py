@@ -57,7 +57,7 @@ MAPPING = frozenset({"celery.map", "celery.starmap", "celery.chunks"})
 #: The part of a URL before its password, or before its port; and the password in the query of a URL.
 _USER = re.compile(r"://[^:\s]*:")
 _WORD = re.compile(r"\S+")
-_IN_QUERY = re.compile(r"[?&]password=")
+_IN_QUERY = re.compile(r"[?&]password=", re.IGNORECASE)
 
 #: The name of a value in JSON, in a repr, or in what is neither. A long or escaped one could be any name.
 _NAME = re.compile(

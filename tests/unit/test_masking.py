@@ -175,6 +175,7 @@ URLS = [
     f"redis://:12/{SECRET}@h",
     f"unix:///run/s?db=1&password={SECRET}",
     f"see http://shop:80/a and ftp://ann:{SECRET}@h",
+    f"unix:///run/s?PASSWORD={SECRET}",
     f"amqp://ann@shop.test:{SECRET}@h//",
     f"amqp://shop/ann:{SECRET}@h//",
 ]
