@@ -276,7 +276,7 @@ class Senders:
             self._free.append(name)
 
     def request(self) -> str:
-        """Return the name of a request, which no other request of this process has."""
+        """Return the number of a request, higher than those of all earlier requests of this process."""
         return str(next(self._numbers))
 
 

@@ -13,7 +13,8 @@
 --             (if_held, in lock and behind: that of their call; a call with an empty if_held keeps its own arguments;
 --             uncut (ms): time until which the message may wait, if until is earlier; taken (ms), in behind: time since
 --             which this call, or a call that it evicted, has had the place; renewed (ms) and sent: as in renew)
--- ARGV[1]  again      1: the ids may have been sent before, so refuse ids that have ended; 0: the ids are new
+-- ARGV[1]  again      1: refuse ids that have ended: they were sent before, or this request was held back, as by the network;
+--                     0: users may have given the ids again
 -- ARGV[2]  deadline   the server's time (ms) after which no caller waits for the reply; 0: none
 -- ARGV[3]  calls      JSON, one array for each call:
 --          id         task id of the call; the same id may ask again (a repeated publish)

@@ -168,6 +168,7 @@ class Plan:
     overlap: Overlap = Overlap.SKIP
     wait: float = 0.0  #: seconds that its message may wait for its start
     is_of_beat: bool = False  #: beat sends it: its lock ends early until the message is sent, and it may be sent again
+    has_new_id: bool = False  #: its task id was made for it: if that has ended, the request is one that was held back
 
     @property
     def unsent(self) -> Call | None:
@@ -214,11 +215,13 @@ def plan_call(
     overlap: Overlap,
     options: Options,
     key: str = "",
+    has_new_id: bool = False,
 ) -> Plan:
     """Return what a call needs before it may be sent, by the task's lock mode and the call's overlap policy; no I/O.
 
     Args:
         key: of its lock, if it is known.
+        has_new_id: whether the task id was made for this call.
 
     Raises:
         ConfigError: the app's lock backend does not support the policy.
@@ -254,7 +257,7 @@ def plan_call(
             call = dataclasses.replace(call, ref=dataclasses.replace(call.ref, key=behind))
     if overlap in REPLACING or call.payload:
         _check_backend(task, overlap)
-    return Plan(ticket, call, otherwise if must_be_sent else None, overlap, wait, is_of_beat)
+    return Plan(ticket, call, otherwise if must_be_sent else None, overlap, wait, is_of_beat, has_new_id)
 
 
 def acquire(task: LockableTask, plan: Plan, *, may_have_run: bool = False) -> Granted | Refused:
@@ -270,7 +273,8 @@ def acquire(task: LockableTask, plan: Plan, *, may_have_run: bool = False) -> Gr
     if call is None:
         return plan.granted
     # Beat computes its task ids. It sends the same id again if it cannot know whether the message was sent.
-    return plan.outcome(_acquire(task, call, may_be_resent=plan.is_of_beat or may_have_run))
+    may_be_resent = plan.is_of_beat or may_have_run
+    return plan.outcome(_acquire(task, call, may_be_resent=may_be_resent, has_new_id=plan.has_new_id))
 
 
 def _check_backend(task: LockableTask, overlap: Overlap) -> None:
@@ -302,18 +306,18 @@ def _broker_of(app: Celery, options: Options) -> str:
     return broker_name(given) if isinstance(given, Connection) else ""
 
 
-def _acquire(task: LockableTask, call: Call, *, may_be_resent: bool) -> Holder:
+def _acquire(task: LockableTask, call: Call, *, may_be_resent: bool, has_new_id: bool) -> Holder:
     """Acquire the lock of a call.
 
     A hung server may have granted that lock late to a refused call of this process: free it then, and retry.
     """
-    backend = task.singleton_backend
+    backend, refuses_ended = task.singleton_backend, may_be_resent or has_new_id
     cancel_releases(call)
     try:
-        holder: Holder = backend.acquire_many([call], may_be_resent=may_be_resent)[0]
+        holder: Holder = backend.acquire_many([call], may_be_resent=refuses_ended)[0]
         if holder.verdict is Verdict.HELD and (left := left_behind(call, holder)):
             backend.finish_many(left, remember_for=0)
-            holder = backend.acquire_many([call], may_be_resent=may_be_resent)[0]
+            holder = backend.acquire_many([call], may_be_resent=refuses_ended)[0]
     except LockBackendError:
         if not may_be_resent:
             for place in places_of(call):

@@ -365,7 +365,8 @@ class BaseBackend(ABC):
         The verdicts are ACQUIRED, WAITING, RUNNING, DONE, HELD and UNUSABLE.
 
         Args:
-            may_be_resent: whether the task ids may have been sent before; an id that has ended is then refused.
+            may_be_resent: whether an id that has ended is refused: it may have been sent before, or it was made for
+                this call, so that the network has held the request back.
         """
 
     @property

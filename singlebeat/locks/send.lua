@@ -1,6 +1,7 @@
 --- send: acquire the locks of calls, and send the message of each call whose lock is granted.
 --
--- It uses acquire. A repetition, after its reply was lost, gives the same reply, and writes nothing.
+-- It uses acquire. A repetition, after its reply was lost, gives the same reply, and writes nothing. So does a copy of the
+-- request that the network has held back: if a later request of this sender has come first, nobody waits for the reply.
 --
 -- KEYS[1]    marker    string in the broker's database: its value proves that the broker is this server
 -- KEYS[2]    sent      string: the last reply to this sender, behind the name of its request
@@ -10,7 +11,7 @@
 -- ARGV[1]    value     of the marker
 -- ARGV[2]    broker    number of the broker's database; empty: that of the locks
 -- ARGV[3]    locks     number of the database of the locks
--- ARGV[4]    request   name of this request, without a space; no other request of the sender has it
+-- ARGV[4]    request   number of this request, higher than those of all earlier requests of the sender
 -- ARGV[5]    keep_ms   ms for which the reply is kept for a repetition
 -- ARGV[6]    again     as in acquire
 -- ARGV[7]    deadline  as in acquire
@@ -24,7 +25,7 @@
 --          it asked for the other one of both with "only"
 --          refused    the server refuses a command; the second value is its reason; the call may hold its lock
 --          In place of the array: elsewhere, if the broker is another server, or the user lacks a right for its
---          database or for sent; then nothing was written
+--          database or for sent; then nothing was written. No call has an array if a later request came first
 
 local marker, sent, value, broker, locks = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]
 local request, keep_ms, again, deadline = ARGV[4] .. " ", ARGV[5], ARGV[6], ARGV[7]
@@ -45,6 +46,10 @@ end
 local kept = redis.pcall("GET", sent)
 if type(kept) == "string" and string.sub(kept, 1, #request) == request then
   return string.sub(kept, #request + 1)
+end
+local last = type(kept) == "string" and tonumber(string.match(kept, "^(%d+) "))
+if last and last > tonumber(ARGV[4]) then
+  return "[]"
 end
 local may_keep = redis.pcall("SET", sent, "", "PX", keep_ms) -- before all other writes: a right may be missing
 if may_keep.err then

@@ -211,7 +211,7 @@ class Singleton(Task):  # type: ignore[misc]
             LockBackendError: the locks' server does not answer, unless ``singleton_on_backend_error`` is ``run``.
         """
         given = {**options, "producer": producer, "link": link, "link_error": link_error, "shadow": shadow}
-        asked_for, task_id = given.pop("overlap", None), str(task_id or uuid())
+        asked_for, has_new_id, task_id = given.pop("overlap", None), not task_id, str(task_id or uuid())
         publish = self._publisher(args, kwargs, task_id, given)
         own, is_eager = Ticket.of_message(options.get("headers") or {}, task_id), self.app.conf.task_always_eager
         if own is not None and not own.nonce and not is_eager:
@@ -224,7 +224,7 @@ class Singleton(Task):  # type: ignore[misc]
         if (run := own or self._replaced_run(task_id, args, kwargs, options)) is not None:
             return self._hand_over_and_send(run, options, publish)
         try:
-            plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=given)
+            plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=given, has_new_id=has_new_id)
             sent = send_call(self, plan, publish, producer, options)
         except LockBackendError as exc:
             if self.singleton_config.singleton_on_backend_error != "run":
@@ -305,13 +305,15 @@ class Singleton(Task):  # type: ignore[misc]
 
         def plans() -> Iterator[tuple[Plan, Publish]]:
             for args, kwargs, options in calls:
-                given, task_id = dict(options), str(options.get("task_id") or uuid())
-                given.pop("task_id", None)
+                given = dict(options)
+                given_id = given.pop("task_id", None)
+                task_id = str(given_id or uuid())
                 overlap = overlap_for(self, given.pop("overlap", None))
                 planned.append((task_id, overlap, given))
-                about = {**given, "producer": producer}
+                about, is_new = {**given, "producer": producer}, not given_id
                 publish = self._publisher(args, kwargs, task_id, given)
-                yield plan_call(self, task_id, args, kwargs, overlap=overlap, options=about), publish
+                plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=about, has_new_id=is_new)
+                yield plan, publish
 
         outcomes: list[AsyncResult | Refused | None] = []
         try:

@@ -271,6 +271,33 @@ def test_a_call_whose_run_is_over_before_the_repetition_is_sent_once(server, red
     assert result.id in ids(redis)
 
 
+@pytest.mark.parametrize("writes", [1, 2])
+def test_a_request_that_is_executed_after_its_run_does_nothing(app, redis, monkeypatch, writes):
+    """The network has held it back; its sender has repeated it and has gone on."""
+    monkeypatch.setattr(RedisBackend, "sends", writes == 1)
+    requests, run = [], RedisBackend._run
+
+    def note(self: RedisBackend, name: str, keys: Any, args: Any) -> Any:
+        requests.append((name, keys, args))
+        return run(self, name, keys, args)
+
+    monkeypatch.setattr(RedisBackend, "_run", note)
+    task = define(app)
+    result = task.delay(0)
+    held_back = requests[-1]
+    assert held_back[0] == ("send" if writes == 1 else "acquire")
+    (lock,) = (key for key in redis.scan_iter("SINGLETONLOCK_*") if redis.hget(key, "id") == result.id)
+    delivery, backend = Ref(lock, result.id, nonce="n1"), backend_of(app)
+    backend.begin(delivery, lease=60, remember_for=60, task="t", arguments="")
+    backend.finish_many([delivery], remember_for=60, ran=True)
+    task.delay(1)
+
+    run(backend, *held_back)
+
+    assert values(redis) == [0, 1]
+    assert result.id not in locks(redis)
+
+
 def test_a_broken_connection_to_the_broker_leads_to_no_second_message(server, redis, monkeypatch):
     """Not even if the next reply of the broker is lost, too."""
     monkeypatch.setattr(outbox, "WRITTEN_FOR", 0.0)  # each call uses the connection to the broker

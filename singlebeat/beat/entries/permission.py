@@ -69,9 +69,7 @@ def check_allowed(entry: Entry, patterns: Sequence[str]) -> None:
     if not _matches(entry.task, patterns):
         raise EntryError(f"its task {entry.task} is not among singlebeat_allowed_tasks")
     try:
-        for name in _tasks_of_call(entry.task, entry.args, entry.kwargs, entry.options):
-            if not _matches(name, patterns):
-                raise EntryError(f"it makes task {name} run, which is not among singlebeat_allowed_tasks")
+        names = {*_tasks_of_call(entry.task, entry.args, entry.kwargs, entry.options)}
     except EntryError:
         raise
     except RecursionError:
@@ -79,6 +77,9 @@ def check_allowed(entry: Entry, patterns: Sequence[str]) -> None:
     except Exception as exc:  # any program may have written what a check does not expect
         why = f"singlebeat_allowed_tasks cannot check the tasks that it makes run: {type(exc).__name__}"
         raise EntryError(why) from exc
+    for name in names:
+        if not _matches(name, patterns):
+            raise EntryError(f"it makes task {name} run, which is not among singlebeat_allowed_tasks")
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
