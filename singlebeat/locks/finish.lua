@@ -5,8 +5,8 @@
 -- KEYS[1...]  three for each request:
 --             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next,
 --                       next_ttl (ms); uncut (ms), as in acquire
---             done      zset, by time (ms): "id:generation" of runs that ended under this lock recently, "delivery:over"
---                       of each, for REPEATED ms, and "delivery:lost" of those that ended without the lock
+--             done      zset, by time (ms): "id:generation" of runs that ended under this lock recently, for REPEATED ms
+--                       with ":delivery:over" behind it, and "delivery:lost" of those that ended without the lock
 --             turn      hash, as lock: the call that waits for the end of the holder, and runs by itself; the turn of a
 --                       request that is over is freed
 -- ARGV[1]  done_ms   ms for which the end of a run is remembered; 0: no end is remembered
@@ -31,8 +31,9 @@ local time = redis.call("TIME")
 local now = string.format("%.0f", time[1] * 1000 + math.floor(time[2] / 1000))
 
 local function finish(lock, done, turn, id, gen, nonce)
+  local over = table.concat({id, gen, nonce, "over"}, ":")
   -- A key of another type remembers nothing and is no error.
-  local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, nonce .. ":lost", nonce .. ":over")
+  local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, nonce .. ":lost", over)
   if ended.err and done_ms > 0 and not string.find(ended.err, "WRONGTYPE", 1, true) then
     return ended
   end
@@ -64,18 +65,15 @@ local function finish(lock, done, turn, id, gen, nonce)
     if ends then
       redis.call("ZADD", done, now, id .. ":" .. gen)
     end
-    if ends and nonce ~= "" then
-      redis.call("ZADD", done, string.format("%.0f", now - math.max(0, done_ms - REPEATED)), nonce .. ":over")
-    end
     if loses then
       redis.call("ZADD", done, now, nonce .. ":lost")
     end
     redis.call("PEXPIRE", done, ttl)
   end
+  local reply = holds and "finished" or "released"
   if not holds and not unstarted then
-    return (loses or (not ended.err and ended[2])) and "lost" or "kept"
-  end
-  if holds and record[5] and record[6] and numbers(nil, {record[6], record[7]}) then
+    reply = (loses or (not ended.err and ended[2])) and "lost" or "kept"
+  elseif holds and record[5] and record[6] and numbers(nil, {record[6], record[7]}) then
     local ttl = tonumber(record[6])
     if record[7] then
       redis.call("HSET", lock, "uncut", string.format("%.0f", now + ttl))
@@ -84,10 +82,13 @@ local function finish(lock, done, turn, id, gen, nonce)
     redis.call("HSET", lock, "gen", record[5], "nonce", "", "state", "queued", "since", now, "payload", "")
     redis.call("HDEL", lock, "next", "next_ttl")
     redis.call("PEXPIRE", lock, string.format("%.0f", ttl))
-    return "finished"
+  else
+    redis.call("DEL", lock)
   end
-  redis.call("DEL", lock)
-  return holds and "finished" or "released"
+  if done_ms > 0 and ends and nonce ~= "" then -- last: if the lock could not be freed, a repetition must do it
+    redis.call("ZADD", done, string.format("%.0f", now - math.max(0, done_ms - REPEATED)), over)
+  end
+  return reply
 end
 
 local replies = {}

@@ -28,7 +28,7 @@ REPLACED = -1
 #: Remembered with the name of a delivery: its run ended without its lock.
 LOST = -2
 
-#: Remembered with the name of a delivery, for a minute: its run has ended.
+#: Remembered with id, generation and name of a delivery, for a minute: its run has ended.
 OVER = -3
 
 _memories: WeakKeyDictionary[Celery, BaseBackend] = WeakKeyDictionary()
@@ -295,7 +295,8 @@ class MemoryBackend(BaseBackend):
 
     def _finish(self, ref: Ref, remember_for: float, *, ran: bool) -> bool:
         """Free the lock of a request that is over; return whether it was lost before."""
-        if self._ended(ref.key, ref.nonce, OVER):  # the main process repeats it; a new call may have the same id
+        over = f"{ref.task_id}:{ref.generation}:{ref.nonce}"
+        if self._ended(ref.key, over, OVER):  # the main process repeats it; a new call may have the same id
             return self._ended(ref.key, ref.nonce, LOST)
         by_itself = self._live(turn_key(ref.key))
         if by_itself and by_itself.task_id == ref.task_id and by_itself.generation <= ref.generation:
@@ -313,7 +314,7 @@ class MemoryBackend(BaseBackend):
         if remember_for > 0 and not has_ended and (holds or (ran and (unstarted or not ours))):
             self._remember(ref.key, ref.task_id, ref.generation, remember_for)
             if ref.nonce:
-                self._remember(ref.key, ref.nonce, OVER, min(60.0, remember_for))
+                self._remember(ref.key, over, OVER, min(60.0, remember_for))
         if remember_for > 0 and is_lost:
             self._remember(ref.key, ref.nonce, LOST, remember_for)
         if record is None or not (holds or unstarted):

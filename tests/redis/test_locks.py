@@ -1368,7 +1368,7 @@ def test_a_run_that_ends_frees_its_lock_and_is_remembered(backend, redis, lives)
     assert finish(redis) == "finished"
 
     assert not redis.exists(LOCK)
-    assert {*redis.zrange(DONE, 0, -1)} == {"a:0", f"{RUN.nonce}:over"}
+    assert {*redis.zrange(DONE, 0, -1)} == {"a:0", f"a:0:{RUN.nonce}:over"}
     assert lives(MEMORY, DONE)
     assert finish(redis) == "kept"
 
@@ -1433,7 +1433,7 @@ def test_ends_are_forgotten_after_their_time(backend, redis):
 
     backend.finish_many([RUN], remember_for=MEMORY)
 
-    assert {*redis.zrange(DONE, 0, -1)} == {"young:0", "a:0", f"{RUN.nonce}:over"}
+    assert {*redis.zrange(DONE, 0, -1)} == {"young:0", "a:0", f"a:0:{RUN.nonce}:over"}
 
 
 def test_many_locks_are_freed_at_once_and_only_their_own(backend, redis):
@@ -1455,7 +1455,7 @@ def test_a_new_call_under_a_used_id_may_retry_as_the_first_did(server, redis, ki
         assert acquire(backend, run).verdict is Verdict.ACQUIRED
         assert begin(backend, run).verdict is Verdict.STARTED
         assert backend.rotate(run, to=later(run), ttl=QUEUED_TTL, remember_for=MEMORY)
-        retry = later(run, nonce=f"n2 of {run.task_id}")
+        retry = later(run, nonce="n2")
         assert begin(backend, retry).verdict is Verdict.STARTED
         backend.finish_many([retry], remember_for=MEMORY, ran=True)
 
