@@ -1,7 +1,7 @@
 --- send: acquire the locks of calls, and send the message of each call whose lock is granted.
 --
 -- It uses acquire. A repetition, after its reply was lost, gives the same reply, and writes nothing. So does a copy of the
--- request that the network has held back: if a later request of this sender has come first, nobody waits for the reply.
+-- request that the network has held back: if a later request of this sender has come first, no caller waits for the reply.
 --
 -- KEYS[1]    marker    string in the broker's database: its value proves that the broker is this server
 -- KEYS[2]    sent      string: the last reply to this sender, behind the name of its request
