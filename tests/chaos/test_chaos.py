@@ -259,7 +259,7 @@ def test_the_beat_of_a_worker_that_was_killed_ends(chaos):
         chaos.worker()
         standby = chaos.beat()
         standby.wait_for("Standing by")
-        chaos.feed(100, over=2)
+        chaos.feed(100, over=8)  # also after the orphaned beat has ended
         wait_until(lambda: chaos.claimed() >= 10, what="10 claims")
         with chaos.takeover("SIGKILL of the worker"):
             embedded.kill()
