@@ -72,7 +72,7 @@ def test_no_occurrence_is_lost_or_doubled_when_leaders_are_killed(chaos):
     with chaos.scenario(f"SIGKILL of the leader, {kills} times", timeout=120):
         for _ in range(kills):
             claimed, share = chaos.claimed(), total // kills
-            chaos.feed(share, over=1.5)
+            chaos.feed(share, over=4)  # also after the kill
             moment = claimed + rng.randrange(1, share // 2)
             wait_until(lambda moment=moment: chaos.claimed() >= moment, timeout=60, what=f"{moment} claims")
             time.sleep(rng.uniform(0, 0.1))  # into any step of what it does
