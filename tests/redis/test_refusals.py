@@ -867,7 +867,9 @@ def test_health_that_wants_less_lag_than_is_usual_says_how_late_beat_is(cli, app
 
     output = cli("health", "--max-lag", "3", code=1).output
 
-    assert re.search(r"1 entry is overdue, the first by [45] s", output)
+    late = re.search(r"1 entry is overdue, the first by (\d+) s", output)
+    assert late is not None
+    assert int(late[1]) >= 4  # and as many as the command has taken
 
 
 # ---------------------------------------------------------------- beats that share the work
