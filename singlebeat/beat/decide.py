@@ -45,8 +45,7 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
             last = None  # it was missed or skipped, and is yet to come
         return Claim(stored, table.score(upcoming), replace(past, last_run_at=last, since=now))
     if since is None:  # as in RedBeat: the entry has never run, so it is due now
-        asked = datetime.fromtimestamp(stored.score, UTC) if stored.score > 0 else now
-        nominal = table.bounded(table.latest(asked, now) or asked)
+        nominal = table.first_at(datetime.fromtimestamp(stored.score, UTC) if stored.score > 0 else now, now)
     else:
         nominal = table.overdue(since, now)
     if nominal is None or nominal > now:  # the score was a guess of another beat or another program

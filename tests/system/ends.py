@@ -6,8 +6,10 @@ it does not hold its own lock.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -70,14 +72,13 @@ def first_time(client: Redis, name: str) -> bool:
     return client.incr(f"count:{name}") == 1
 
 
-def burn(seconds: float) -> None:
-    """Keep the interpreter's lock for so long at least: one call into C that cannot be interrupted."""
-    count, best = 2_000_000, float("inf")
-    for _ in range(3):
-        began = time.thread_time()  # of this thread alone: a busy machine must not shorten what follows
-        sum(range(count))
-        best = min(best, time.thread_time() - began)
-    sum(range(int(count * seconds / best)))
+def keep_the_interpreter(seconds: float) -> None:
+    """Keep the interpreter's lock for so long: one call into C that no signal interrupts, and that costs no CPU."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        ctypes.PyDLL(None).usleep(ctypes.c_uint(round(seconds * 1_000_000)))  # a PyDLL keeps the lock in its calls
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @body()
@@ -86,6 +87,19 @@ def succeed(self: Any, name: str, seconds: float = 0) -> str:
         if seconds:
             wait_for_go(client, name, seconds)
         return name
+
+
+@body()
+def return_to_a_paused_server(self: Any, name: str, seconds: float) -> str:
+    """Return; halfway through a pause of the server, which frees no lock meanwhile, comes the soft time limit.
+
+    The process sends itself the signal: Celery's main process cannot while its broker is paused.
+    """
+    with running(self, name) as client:
+        pass
+    client.client_pause(round(seconds * 1000), all=False)
+    threading.Timer(seconds / 2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    return name
 
 
 @body()
@@ -161,7 +175,7 @@ def replace(self: Any, name: str, turn: int, step: int) -> str:
 @body()
 def hold_the_interpreter(self: Any, name: str, seconds: float) -> str:
     with running(self, name):
-        burn(seconds)
+        keep_the_interpreter(seconds)
         return name
 
 

@@ -6,6 +6,7 @@ a column of them. The cells of a column share workers where they can.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -40,7 +41,7 @@ REDELIVERS_SOON = {
     }
 }
 
-#: Seconds of a hard time limit: a scene that sees a start late still watches what the limit does.
+#: Seconds of a time limit: a scene that sees a start late still watches what the limit does.
 LIMIT = 3
 
 NO_CHILD = "this pool has no child processes"
@@ -232,8 +233,19 @@ def _(s: Scene) -> None:
 
 @scenario("soft time limit", **only("prefork", because=NO_SOFT_LIMIT))
 def _(s: Scene) -> None:
-    s.send("succeed", 30, soft_time_limit=1)
+    s.send("succeed", 30, soft_time_limit=LIMIT)
     s.over()
+
+
+@scenario(
+    "soft time limit while its lock is freed", role="alone", late=ONLY_EARLY, **only("prefork", because=NO_SOFT_LIMIT)
+)
+def _(s: Scene) -> None:
+    s.stage.worker()
+    result = s.send("return_to_a_paused_server", 2 * LIMIT)
+    s.over(lease=True)
+    stored = wait_until(lambda: s.redis.get(f"celery-task-meta-{result.id}"), timeout=PATIENCE, what="the result")
+    assert (json.loads(stored)["status"], json.loads(stored)["result"]) == ("SUCCESS", s.name)
 
 
 @scenario("hard time limit", **only("prefork", "gevent", because=NO_HARD_LIMIT))

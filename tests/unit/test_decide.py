@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from celery.schedules import BaseSchedule, schedstate
+from celery.schedules import BaseSchedule, crontab, schedstate, schedule
 
 from singlebeat import Entry
 from singlebeat.beat.decide import claim_for
@@ -103,3 +104,20 @@ def test_a_decision_asks_for_a_bounded_number_of_irregular_times(app, late, time
     assert claim.occurrence is not None
     assert claim.occurrence.nominal == min(now, NOW.replace(hour=16, minute=59)).timestamp()
     assert len(when.questions) <= 2 * times
+
+
+@pytest.mark.parametrize("late", [timedelta(), 3.5 * MINUTE], ids=["in time", "late"])
+@pytest.mark.parametrize("when", [schedule(60), crontab()], ids=["interval", "crontab"])
+def test_jitter_moves_no_nominal_time_of_an_entry_that_has_yet_to_start(app, when, late):
+    start = NOW + HOUR
+    entry, policy = Entry("e", "shop.tick", when, app=app), EntryPolicy.of({"start_time": start, "jitter": 20})
+    new = Stored(entry.key, NOW.timestamp(), (), entry, Meta(), policy, None)
+    waits = claim_for(new, NOW, zone=UTC, prefix="")
+    assert waits.occurrence is None
+    placed = replace(new, score=waits.next_score)
+
+    claim = claim_for(placed, datetime.fromtimestamp(waits.next_score, UTC) + late, zone=UTC, prefix="")
+
+    assert start.timestamp() < waits.next_score < (start + 20 * SECOND).timestamp()
+    assert claim.occurrence is not None
+    assert claim.occurrence.nominal == (start + late // MINUTE * MINUTE).timestamp()

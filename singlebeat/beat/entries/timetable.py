@@ -183,6 +183,20 @@ class Timetable:
             passed = self.latest(since, passed - timedelta(microseconds=1))
         return passed or counts_from or now
 
+    def first_at(self, place: datetime, now: datetime) -> datetime | None:
+        """Return the nominal time that an entry runs for which has never run, because it is due; None if it never is.
+
+        A schedule's times count from its place. Only if that is when its start is due, they count from its start:
+        jitter must not move them.
+
+        Args:
+            place: its place in the schedule, which may be any time.
+        """
+        start = self.policy.start_time
+        first = None if start is None else self.next(start - TICK)
+        since = first if first is not None and self.due(first) == place else place
+        return self.bounded(self.overdue(since, now) or since)
+
     def bounded(self, nominal: datetime) -> datetime | None:
         """Return a time that does not come from the schedule as a nominal time within the bounds of the policy.
 
