@@ -13,6 +13,8 @@ from weakref import WeakKeyDictionary
 
 from kombu import Connection
 from kombu.exceptions import OperationalError
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from .config import Config
 
@@ -58,8 +60,13 @@ class BlockedError(ConnectionError):
 
 def bounded(connection: Connection, timeout: float) -> Connection:
     """Return a connection to the broker whose waits take no longer than some seconds."""
-    for name in LIMITS.get(connection.transport.driver_name, ()):
-        connection.transport_options.setdefault(name, timeout)
+    options, limits = connection.transport_options, LIMITS.get(connection.transport.driver_name, ())
+    for name in limits:
+        options.setdefault(name, timeout)
+    if options.get("master_name"):
+        # Without retries, in place of redis-py's: if a sentinel fails, the next one is asked.
+        asking = {**dict.fromkeys(limits, timeout), "retry": Retry(NoBackoff(), 0)}
+        options["sentinel_kwargs"] = {**asking, **(options.get("sentinel_kwargs") or {})}
     return connection
 
 
@@ -183,7 +190,9 @@ class BrokerConnection:
             self.abandon()
         # One attempt, of several brokers one for each: the caller must not wait for the broker, and retries by itself.
         # No timeout bounds the wait for the name of a host, and drivers ask for the name more than once an attempt.
-        retries = max(0, len(self.connection.alt) - 1)
+        # The alternatives of sentinels are sentinels, and each attempt asks them all.
+        has_sentinels = bool(self.connection.transport_options.get("master_name"))
+        retries = 0 if has_sentinels else max(0, len(self.connection.alt) - 1)
         return self.connection.ensure_connection(max_retries=retries, interval_start=0, interval_step=0)
 
     def forget(self) -> None:

@@ -55,6 +55,11 @@ EVENTS: Mapping[str, Event] = {
         (WARNING,),
         "Leadership, or the locks of a worker, could not be renewed: ``reason``. ``left``: seconds that are left.",
     ),
+    "not_announced": Event(
+        (WARNING,),
+        "The locks' server denies this worker the announcement that it frees locks: ``reason``. It frees them all the "
+        "same, and others may take it for a worker without singlebeat.",
+    ),
     "other_app": Event(
         (WARNING,),
         "This beat leads over ``entries`` of the app ``other``, or stands by for a beat of that app: ``reason``.",
@@ -151,8 +156,8 @@ EVENTS: Mapping[str, Event] = {
     ),
     "recovered": Event(
         (WARNING,),
-        "The trouble of an earlier ``trouble``, ``unreachable``, ``not_renewed`` or ``ends_not_recorded`` is over. "
-        "A server that answers reads and refuses writes has not recovered.",
+        "The trouble of an earlier ``trouble``, ``unreachable``, ``not_renewed``, ``not_announced`` or "
+        "``ends_not_recorded`` is over. A server that answers reads and refuses writes has not recovered.",
     ),
     "may_evict": Event(
         (WARNING, ERROR),

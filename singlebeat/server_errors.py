@@ -77,7 +77,11 @@ def _acl_hint(exc: Exception) -> str:
     if is_key_denied(exc):
         return ": grant all keys with the prefix of that key, which ACL LOG on the server names (docs, Rights)"
     # Redis before 7.2 does not name the command of a script.
-    return " (ACL LOG on the server names the command; docs, Rights)" if is_denied(exc) else ""
+    return (
+        " (celery singlebeat doctor, or ACL LOG on the server, names the command; docs, Rights)"
+        if is_denied(exc)
+        else ""
+    )
 
 
 _COMMAND = re.compile(r"no permissions to run the '([^']+)' command")

@@ -16,7 +16,7 @@ from ..errors import LockBackendError, UnusableLockError
 from ..log import Log
 from ..server_errors import with_advice
 from .backoff import FIRST_RETRY, LAST_RETRY, Backoff
-from .store.probe import lock_server_says
+from .store.probe import lock_refusal, lock_server_says
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -40,6 +40,8 @@ log = Log("celery.beat")
 #: The servers without which messages are not sent, as the log names them.
 BROKER, LOCKS = "the broker", "the locks' server"
 
+#: Seconds between two tries of all commands that locks need, while the locks' server refuses one.
+TRY_LOCKS_EVERY = 1.0
 
 #: The code and the word of RabbitMQ for a message that it can deliver to no queue, and the advice about it.
 _NO_ROUTE_CODE, _NO_ROUTE = 312, "NO_ROUTE"
@@ -123,6 +125,8 @@ class Failures:
         self.app, self._forget_broker = app, forget_broker
         self.backoff = Backoff()
         self._unreachable = set[str]()  #: the servers that were logged as unreachable
+        self._locks_refuse = False  #: the locks' server was logged as unreachable because it refuses
+        self._try_locks_at = 0.0  #: monotonic: when the commands may be tried that the locks need
         self._outage: LockBackendError | None = None  #: the last one of the locks' server
         self._ask_again_at = 0.0  #: monotonic: when that server may be asked for locks again
 
@@ -172,7 +176,7 @@ class Failures:
             of_locks = next((cause for cause in causes(exc) if isinstance(cause, LockBackendError)), None)
             reason = f"{BROKER} {broker_place(self.app)}: {in_words(exc)}"
             if of_locks is not None:
-                reason = lock_server_says(self.app, of_locks)
+                reason, self._locks_refuse = lock_server_says(self.app, of_locks), is_refusal(of_locks)
             log.error(text, event="unreachable", server=server, reason=reason)
 
     @contextmanager
@@ -201,6 +205,13 @@ class Failures:
 
     def note_answer(self, server: str) -> None:
         """Log that a server works again, if it was logged as unreachable."""
-        if server in self._unreachable:
+        if server in self._unreachable and not (server == LOCKS and self._locks_still_refuse()):
             self._unreachable.remove(server)
             log.warning("Scheduler: %(server)s works again", event="recovered", server=server)
+
+    def _locks_still_refuse(self) -> bool:
+        """Return whether the locks' server still refuses a command that locks need: not every call needs each."""
+        if self._locks_refuse and monotonic() >= self._try_locks_at:
+            self._try_locks_at = monotonic() + TRY_LOCKS_EVERY
+            self._locks_refuse = bool(lock_refusal(self.app))
+        return self._locks_refuse

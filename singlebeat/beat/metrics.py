@@ -6,11 +6,12 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from .. import signals
 from ..config import Config
-from ..connections import RedisError, schedule_client
+from ..connections import RedisError, schedule_client, what_it_does
 from ..exposition import DELAYS, Answer, Metric, metrics_of, new_registry, serve
 from ..log import Log
 from ..server_errors import is_denied
@@ -81,13 +82,14 @@ METRICS: Mapping[str, Metric] = {
         Metric(
             "singlebeat_redis_up",
             "gauge",
-            "1: the schedule's server answers. 0: it does not, and the following gauges are missing.",
+            "1: the schedule's server answers. 0: it does not. If it does not, or refuses what the following gauges "
+            "need, those are missing.",
         ),
         Metric(
             "singlebeat_redis_refuses",
             "gauge",
-            "1: the schedule's server refuses a command that beat needs, as all writes when its memory is full, or "
-            "another program has spoilt a key of the schedule; nothing is sent.",
+            "1: the schedule's server refuses a command or a key that beat needs, as all writes when its memory is "
+            "full, or another program has spoilt a key of the schedule; runs may not be sent or recorded.",
         ),
         Metric(
             "singlebeat_schedule_lost",
@@ -164,6 +166,8 @@ class BeatMetrics:
         if config.singlebeat_metrics_port is None:
             return None
         metrics = cls(app, lease)
+        with suppress(RedisError):  # connect: beat may still reach a server whose sentinels are away by then
+            metrics._state()
         try:
             metrics.serve(config.singlebeat_metrics_host, config.singlebeat_metrics_port)
         except OSError as exc:  # beat goes on: sending is worth more than counting
@@ -218,8 +222,11 @@ class BeatMetrics:
         try:
             state = self._state()
             refused = ticks_refusal(self.app, client=self._client)
-        except RedisError:
-            yield METRICS["singlebeat_redis_up"].gauge(0)
+        except RedisError as exc:
+            refuses = what_it_does(exc) == "refuses"
+            yield METRICS["singlebeat_redis_up"].gauge(refuses)
+            if refuses:
+                yield METRICS["singlebeat_redis_refuses"].gauge(1)
             return
         us = (socket.gethostname(), str(os.getpid()))
         others = [beat for beat in state.sharing if (beat.get("host"), beat.get("pid")) != us]

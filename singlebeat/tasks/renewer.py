@@ -23,7 +23,7 @@ from ..locks.acquire import note_of_broker
 from ..locks.base import RENEWALS_PER_LEASE, BaseBackend, Ref, Renewal, Ticket, entry_of
 from ..log import Log
 from ..native_threads import Empty, SimpleQueue, await_native, do_in_loop, native_sleep, start_native_thread
-from ..server_errors import is_key_denied
+from ..server_errors import is_denied, is_key_denied
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -101,6 +101,7 @@ class Renewer:
         self._gate_closed_until = 0.0
         self._denied = set[str]()  #: the keys of locks that the server denies to this user, once that is logged
         self._started = self._is_retired = False
+        self._is_unannounced = False  #: the locks' server denies the announcement to this user
         self.timer: Timer = None  #: of the worker's event loop, where messages may be acknowledged; None without worker
         self.failing = False  #: whether the locks' server is unreachable or refuses, and no retry has succeeded yet
 
@@ -300,10 +301,22 @@ class Renewer:
                     self._finished.put(_End(time.monotonic(), request.ticket, False))
 
     def _announce(self) -> None:
-        if self.name and self._is_retired:  # it has messages that it gives back only when its last tasks have ended
-            self.backend.retire(self.name)
-        elif self.name:
-            self.backend.announce(self.name, ttl=ANNOUNCED_FOR)
+        try:
+            if self.name and self._is_retired:  # it has messages that it gives back only when its last tasks have ended
+                self.backend.retire(self.name)
+            elif self.name:
+                self.backend.announce(self.name, ttl=ANNOUNCED_FOR)
+        except LockBackendError as exc:
+            if not is_denied(exc):
+                raise
+            if not self._is_unannounced:  # locks are renewed all the same
+                text = "this worker is not announced: others may take it for one without singlebeat"
+                log.warning(text, event="not_announced", reason=exc)
+            self._is_unannounced = True
+        else:
+            if self._is_unannounced:
+                log.warning("this worker is announced again", event="recovered")
+            self._is_unannounced = False
 
     def _living(self) -> list[Request]:
         # valuerefs() copies in one step: requests come and go in other threads meanwhile.

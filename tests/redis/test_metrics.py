@@ -318,6 +318,20 @@ def test_a_server_that_hangs_keeps_no_probe_waiting_for_its_retries(own_server, 
         assert metrics.answer("/readyz").body == b"no beat leads\n"
 
 
+def test_a_probe_is_connected_as_long_as_beat_is(own_server):
+    """As where all sentinels are away: connections that are open stay."""
+    conf = {"singlebeat_metrics_port": free_port(), "singlebeat_metrics_host": "127.0.0.1"}
+    with make_app(own_server.celery_url, conf) as app:
+        metrics = BeatMetrics.served(app, Lease(lambda: None, Keys.of(app).lease, ttl=30))
+        own_server.client().config_set("requirepass", "new")
+        try:
+            assert value(metrics.answer("/metrics")[2].decode(), "singlebeat_redis_up") == 1
+            assert metrics.answer("/readyz").body == b"no beat leads\n"
+        finally:
+            metrics.server.shutdown()
+            metrics.server.server_close()
+
+
 def test_a_scrape_counts_a_quarantine_and_reads_no_record_of_it(app, redis):
     redis.hset("redbeat::quarantine", mapping={f"redbeat:e{at}": "{}" for at in range(3)})
 

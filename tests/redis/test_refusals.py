@@ -19,6 +19,7 @@ from celery.schedules import schedule
 from redis.sentinel import MasterNotFoundError
 
 from singlebeat import Scheduler, Singleton, clocked
+from singlebeat.beat import failures as failures_of
 from singlebeat.beat import store
 from singlebeat.beat.delivery import Reader
 from singlebeat.beat.failures import UnreachableBrokerError
@@ -231,8 +232,12 @@ def test_the_doctor_names_a_prefix_that_the_acl_lacks(findings, server, redis):
     assert text == "its user may not use the key SINGLETONLOCK_{doctor}: grant all keys with that prefix (docs, Rights)"
 
 
-@pytest.mark.parametrize("key", ["redbeat::schedule", "redbeat::placed", "redbeat::history", "redbeat::lock"])
-def test_beat_and_doctor_name_a_key_of_the_schedule_that_the_acl_lacks(cli, server, redis, bench_on, logged, key):
+@pytest.mark.parametrize(
+    "key", ["redbeat::schedule", "redbeat::placed", "redbeat::history", "redbeat::lock", "redbeat:e"]
+)
+def test_beat_and_doctor_name_a_key_of_the_schedule_that_the_acl_lacks(
+    cli, server, redis, bench_on, logged, probe, key
+):
     keys = Keys.of(bench_on(server).app)
     allowed = [name for name in (*keys.own, keys.entry("e")) if name != key]
     redis.acl_setuser("mute", enabled=True, nopass=True, categories=["+@all"], keys=[*allowed, "SINGLETONLOCK_*"])
@@ -241,8 +246,15 @@ def test_beat_and_doctor_name_a_key_of_the_schedule_that_the_acl_lacks(cli, serv
 
     bench.tick()
     rows = json.loads(cli("doctor", "--json", app=bench.app, code=1).stdout)
+    health, probed = cli("health", app=bench.app, code=None).output, probe(app=bench.app)
+    _, scraped = probe("/metrics", app=bench.app)
     redis.acl_deluser("mute")
 
+    assert f"the key {key} is denied to this user" in health
+    assert f"the key {key} is denied to this user" in probed[1]
+    assert probed[0] == 503
+    assert "singlebeat_redis_up 1.0" in scraped
+    assert "singlebeat_redis_refuses 1.0" in scraped
     (told,) = logged("trouble")
     advice = "grant all keys with that prefix (docs, Rights)"
     assert told["reason"].endswith(f": the key {key} is denied to this user: {advice}")
@@ -280,6 +292,22 @@ def test_a_lock_whose_key_is_denied_keeps_no_other_entry_from_running(
     assert "the lock mine:a is unusable: " in about[0]["reason"]
     assert logged("unreachable", "recovered") == []
     redis.acl_deluser("few")
+
+
+@pytest.mark.parametrize("command", ["exists", "del", "pttl"])
+def test_a_locks_server_that_refuses_some_calls_has_not_recovered(server, lacking, redis, logged, monkeypatch, command):
+    """Not each call needs each command: some runs go on."""
+    monkeypatch.setattr("singlebeat.beat.failures.TRY_LOCKS_EVERY", 0.0)
+    with lacking(command, redbeat_redis_url=server.url) as (bench, _):
+        failures, refused = bench.scheduler().dispatcher.failures, LockBackendError("refused")
+        refused.__cause__ = ResponseError("refused")
+        failures.note(refused)
+        failures.note_answer(failures_of.LOCKS)
+        assert (len(logged("unreachable")), logged("recovered")) == (1, [])
+
+        redis.acl_setuser("mute", commands=[f"+{command}"])
+        failures.note_answer(failures_of.LOCKS)
+        assert len(logged("recovered")) == 1
 
 
 def test_nothing_is_sent_without_the_right_to_write_the_history(own_server, bench_on):
@@ -398,6 +426,13 @@ def test_a_right_without_which_no_state_is_read_is_named(probe, lacking):
         code, probed = probe(app=bench.app)
 
     assert (code, probed) == (503, f"{schedules}: the ACL of its user lacks TIME: grant +time (docs, Rights)")
+
+
+def test_a_right_without_which_no_gauge_is_read_is_a_refusal(probe, lacking):
+    with lacking("hlen") as (bench, _):
+        _, text = probe("/metrics", app=bench.app)
+
+    assert ("singlebeat_redis_up 1.0" in text, "singlebeat_redis_refuses 1.0" in text) == (True, True)
 
 
 @pytest.mark.parametrize("command", ["pexpire", "xadd", "hset"])
@@ -735,7 +770,10 @@ def test_errors_of_the_locks_server_name_the_missing_right(lacking, redis):
         )
 
     named = r"'pexpire' command.*: grant \+pexpire \(docs, Rights\)"
-    assert re.search(rf"{named}|ACL LOG on the server names the command; docs, Rights\)$", str(raised.value))
+    assert re.search(
+        rf"{named}|celery singlebeat doctor, or ACL LOG on the server, names the command; docs, Rights\)$",
+        str(raised.value),
+    )
     assert str(raised.value).startswith(f"{locks} refuses: ")
     assert with_advice(raised.value) == str(raised.value)
 
@@ -751,7 +789,10 @@ def test_a_right_without_which_no_end_is_recorded_is_logged(bench, lacking, logg
 
     (told,) = logged("ends_not_recorded")
     named = rf"'{command}' command.*: grant \+{command} \(docs, Rights\)"
-    assert re.search(rf"{named}|ACL LOG on the server names the command; docs, Rights\)$", told["reason"])
+    assert re.search(
+        rf"{named}|celery singlebeat doctor, or ACL LOG on the server, names the command; docs, Rights\)$",
+        told["reason"],
+    )
 
 
 @pytest.mark.parametrize("command", ["sadd", "smembers", "hscan", "hdel"])

@@ -598,6 +598,26 @@ def test_a_key_that_is_denied_to_the_worker_harms_no_other_lock(app, deliver, se
     redis.acl_deluser("few")
 
 
+def test_a_worker_that_may_not_announce_itself_renews_its_locks(app, deliver, server, redis, caplog):
+    with without(server, "zrangebyscore") as url:
+        app.conf.singleton_backend_url = url
+        run, renewer = deliver(task_of(app), ["a"]), renewer_of(app)
+        backend_of(app).begin(run.ticket.run, lease=1, remember_for=60, task="app.task", arguments="")
+        run.time_start, renewer.name = time.time(), "host:1"
+        for _ in range(2):
+            renewer._renew(renewer._living())
+            renewer._announce()
+        assert redis.pttl(run.ticket.key) > 1000
+        redis.acl_setuser("mute", commands=["+zrangebyscore"])
+        renewer._announce()
+
+    said = [record.message for record in caplog.records if "nnounced" in record.message]
+    assert len(said) == 2
+    assert "event=not_announced" in said[0]
+    assert "event=recovered" in said[1]
+    assert "event=not_renewed" not in caplog.text
+
+
 # ---------------------------------------------------------------- a broker that takes no messages
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from redis import CredentialProvider, Redis
 from redis.connection import Connection, PythonRespSerializer, SSLConnection, UnixDomainSocketConnection
 from redis.sentinel import SentinelConnectionPool
 
+from singlebeat.broker import BrokerConnection
 from singlebeat.clients import native
 from singlebeat.connections import (
     DataError,
@@ -283,6 +285,31 @@ def test_the_options_for_redbeat_reach_the_client_and_its_own_ones_do_not():
         options = options_of(client)
         assert (options["socket_timeout"], options["username"]) == (9, "me")
         assert not {"retry_period", "cluster"} & set(options)
+
+
+def test_each_sentinel_of_a_broker_is_asked_once_in_an_attempt():
+    """Beat must say within a moment that it cannot send. redis-py's own sentinels wait between their retries."""
+    asked, listeners = [0, 0, 0], [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+
+    def refuse(number: int) -> None:
+        with suppress(OSError):
+            while True:
+                listeners[number].accept()[0].close()
+                asked[number] += 1
+
+    threads = [threading.Thread(target=refuse, args=[number]) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    urls = ";".join(f"sentinel://127.0.0.1:{each.getsockname()[1]}/0" for each in listeners)
+    broker = BrokerConnection(app_with(broker_url=urls, broker_transport_options={"master_name": "m"}))
+    with pytest.raises(Exception, match="No master found"):
+        broker.ensure_connected()
+    for listener, thread in zip(listeners, threads, strict=True):
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+    assert asked == [1, 1, 1]
 
 
 def test_sentinels_are_asked_for_the_master():

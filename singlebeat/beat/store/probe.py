@@ -21,7 +21,7 @@ from ...connections import (
 )
 from ...errors import LockBackendError, SinglebeatError
 from ...locks import backend_of
-from ...locks.redis import RedisBackend
+from ...locks.redis import WORKERS_KEY, RedisBackend
 from ...lua import answered_scripts, script
 from ...server_errors import advice_of_writes, denied_command, is_denied, is_full, is_key_denied, with_advice
 from ..keys import Keys
@@ -126,7 +126,8 @@ LOCKS = Needs(
     (
         *(("HSET", "a", "1"), _EXPIRE, ("PTTL",), ("HGET", "a"), ("HMGET", "a"), ("HDEL", "a"), ("UNLINK",)),
         *(("ZADD", "0", "a"), _EXPIRE, ("ZCARD",), ("ZSCORE", "a"), ("ZMSCORE", "a")),
-        *(("ZREMRANGEBYSCORE", "1", "2"), ("ZRANGE", "0", "-1"), ("ZREM", "a"), ("EXISTS",), ("DEL",)),
+        *(("ZREMRANGEBYSCORE", "1", "2"), ("ZRANGE", "0", "-1"), ("ZRANGEBYSCORE", "0", "1"), ("ZREM", "a")),
+        *(("EXISTS",), ("DEL",)),
     ),
     _CALLS,
     "no lock is taken",
@@ -170,7 +171,16 @@ def lock_refusal(app: Celery, error: Exception | None = None) -> str:
     with suppress(SinglebeatError):
         backend = backend_of(app)
         if isinstance(backend, RedisBackend):
-            return _refusal(backend.redis, f"{Config.of(app).singleton_key_prefix}{{doctor}}", LOCKS, error)
+            refused = _refusal(backend.redis, f"{Config.of(app).singleton_key_prefix}{{doctor}}", LOCKS, error)
+            return refused or _denied_workers(backend)
+    return ""
+
+
+def _denied_workers(backend: RedisBackend) -> str:
+    try:
+        backend.workers_seen()
+    except LockBackendError as exc:
+        return _KEY_DENIED.format(WORKERS_KEY) if is_key_denied(exc) else ""
     return ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,6 +28,9 @@ _TYPES = {
 
 #: The id after which a stream takes no more records.
 _LAST_ID = "18446744073709551615-18446744073709551615"
+
+#: Most entries that are tried: the first ones by their places, and as many with a pending occurrence.
+MOST_TRIED = 100
 
 
 class Spoilt(NamedTuple):
@@ -54,6 +57,8 @@ class Spoilt(NamedTuple):
 def spoilt_keys(client: RedisClient, keys: Keys) -> Iterator[Spoilt]:
     """Yield the keys of the schedule and of its leadership that another program has spoilt, or its user may not use.
 
+    Of the keys of entries, those are tried that come next or are pending, and those only for the rights to them.
+
     Raises:
         RedisError: the server does not answer.
     """
@@ -63,7 +68,9 @@ def spoilt_keys(client: RedisClient, keys: Keys) -> Iterator[Spoilt]:
     with client.pipeline(transaction=False) as pipe:
         for key, _, (command, *arguments) in asked:
             pipe.execute_command(command, key, *arguments)
-        replies = pipe.execute(raise_on_error=False)
+        pipe.zrangebyscore(keys.schedule, 0, "+inf", start=0, num=MOST_TRIED)
+        pipe.zrange(keys.pending, 0, MOST_TRIED - 1)
+        *replies, coming, pending = pipe.execute(raise_on_error=False)
     for (key, kind, _), reply in zip(asked, replies, strict=True):
         if isinstance(reply, ResponseError) and "WRONGTYPE" in str(reply):
             yield Spoilt(key, f"is no {kind}")
@@ -71,6 +78,19 @@ def spoilt_keys(client: RedisClient, keys: Keys) -> Iterator[Spoilt]:
             yield Spoilt(key, "is denied to this user", is_denied=True)
         elif kind == "stream" and reply and not isinstance(reply, ResponseError) and reply[0][0] == _LAST_ID:
             yield Spoilt(key, "takes no more records, because it has the last possible id")
+    members = dict.fromkeys(member for reply in (coming, pending) if isinstance(reply, list) for member in reply)
+    yield from _denied(client, [keys.entry(member) for member in members])
+
+
+def _denied(client: RedisClient, entries: Sequence[str]) -> Iterator[Spoilt]:
+    """Yield the keys of entries that are denied to the user: with one of them, the server refuses beat's whole read."""
+    with client.pipeline(transaction=False) as pipe:
+        for key in entries:
+            pipe.exists(key)
+        replies = pipe.execute(raise_on_error=False)
+    for key, reply in zip(entries, replies, strict=True):
+        if isinstance(reply, ResponseError) and is_key_denied(reply):
+            yield Spoilt(key, "is denied to this user", is_denied=True)
 
 
 def why_spoilt(client: RedisClient, keys: Keys, error: Exception) -> str:

@@ -91,13 +91,15 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
 
 def _unreachable(app: Celery, schedule: Read) -> Finding:
     """Return the finding about a broker that this process could not ask."""
-    effect = "messages cannot be sent"
+    effect, place = "messages cannot be sent", broker_place(app)
     if isinstance(schedule.broker_error, NoQuestionsError):
         effect = "so doctor knows nothing about the workers. It needs the keys *.pidbox*, _kombu* and unacked*"
     elif _may_send(schedule):
         effect = "this process cannot send messages. Beat may still do so, as long as its present connection lasts"
+    elif schedule.error is not None and place.startswith("sentinel://"):
+        effect = "this process cannot send messages. A beat that is still connected to the master may do so"
     text = f"it {str(schedule.broker_error).rstrip('.')}; {effect}"
-    return Finding("problem", f"broker {broker_place(app)}", text)
+    return Finding("problem", f"broker {place}", text)
 
 
 def _queues(app: Celery, schedule: Read, workers: Workers) -> Iterator[Finding]:
