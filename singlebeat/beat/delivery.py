@@ -83,7 +83,10 @@ class Delivery:
         """The number of messages in a queue that no worker reads, and the advice about them."""
         number = f"{self.messages} message{'s wait' if self.messages > 1 else ' waits'} there: " * bool(self.messages)
         if self.other_apps:
-            return f"{number}{self.left_alone}"
+            return (
+                f"{number}{self.left_alone}. An entry of this app whose lock is held by a message there runs again "
+                "once the lock is free: celery singlebeat unlock --force, with the id of the message's task"
+            )
         return (
             f"{number}start a worker with -Q {self.queue}. Or delete all messages there, those of other "
             f"entries, calls and apps, too, if none of them is wanted (celery purge -Q {self.queue}). Beat frees a "

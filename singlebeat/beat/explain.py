@@ -133,6 +133,7 @@ class Facts:
     locks_away: str = ""  #: why the locks' server could not be asked
     locks_refused: str = ""  #: what the locks' server refuses, if it could be asked
     locks_frozen: bool = False  #: it lets no worker renew or free a lock
+    keeps_lock_for: float = 0.0  #: seconds for which a run keeps its lock in its queue, if one is sure to
     stored_end: StoredEnd | None = None  #: the end that the result backend has of a run without a recorded end
     results_away: str = ""  #: why the result backend could not be asked
     found: Found | None = None  #: the finding about the message of the lock, if the lock is queued
@@ -336,7 +337,7 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
                 yield from _catch_up(facts, record)
             yield from _end(facts, record)
         case "skipped_overlap":
-            yield f"The run for {when} was skipped: {_blocking_call(record)} was not over ({record.reason})."
+            yield f"The run for {when} was skipped: {_blocking_call(facts, record)} ({record.reason})."
             yield from _holder(facts, record.holder)
             lock = facts.locks.get(record.holder)
             if facts.without_singlebeat and lock is not None and lock.state == "queued":
@@ -381,13 +382,17 @@ def _recorded_at(facts: Facts, record: Record, at: datetime) -> str:
     return "" if is_ahead or is_before else f" at {_moment(at)}"
 
 
-def _blocking_call(record: Record) -> str:
-    """Return which call kept a run from being sent: with a Singleton, it may not come from the entry itself."""
-    if record.holder_entry == record.entry:
-        return "the one before it"
+def _blocking_call(facts: Facts, record: Record) -> str:
+    """Return which call kept a run from being sent: with a Singleton, it may not come from the entry itself.
+
+    A worker without singlebeat leaves the lock of a run that has ended.
+    """
+    blocking = "an equal call"
     if record.holder_entry:
-        return f"an equal call by entry {record.holder_entry}"
-    return "an equal call"
+        blocking = f"an equal call by entry {record.holder_entry}"
+    if record.holder_entry == record.entry:
+        blocking = "the one before it"
+    return f"{blocking} still held the lock" if facts.without_singlebeat else f"{blocking} was not over"
 
 
 def _end(facts: Facts, record: Record) -> Iterator[str]:
@@ -460,6 +465,11 @@ def _why_no_end(facts: Facts, record: Record) -> str:
     why = ": it waits in its queue, or its worker has died, or has no singlebeat installed"
     if _has_later_run(facts, record):
         why = ", its lock is gone, and later runs have started: its worker has died while it ran, or lacks its broker"
+    elif _had_lock(facts, record):
+        why = (
+            ", and its lock is gone, which it would keep in its queue: its worker has died while it ran, or lacks its "
+            "broker, unless an operator has freed the lock"
+        )
     return f"{why}. Or it has ended, and that {NOT_RECORDED}."
 
 
@@ -485,6 +495,13 @@ def _has_later_run(facts: Facts, record: Record) -> bool:
     locked = facts.entry is not None and facts.entry.policy.overlap is not Overlap.ALLOW_ALL
     later = (r for r in facts.records if r.nominal > record.nominal)
     return locked and any(r.end is not None or r.task_id in (facts.running or ()) for r in later)
+
+
+def _had_lock(facts: Facts, record: Record) -> bool:
+    """Return whether a run was sent with a lock that would still be held if it had not started."""
+    locked = facts.entry is not None and facts.entry.policy.overlap is not Overlap.ALLOW_ALL
+    is_recent = (facts.now - record.at).total_seconds() < facts.keeps_lock_for
+    return locked and is_recent and not (record.reason or facts.without_singlebeat or facts.locks_refused)
 
 
 def _about(facts: Facts, outcome: str) -> Iterator[str]:
@@ -595,6 +612,12 @@ def _queued(facts: Facts, task_id: str) -> Iterator[str]:
         yield f"{_sentence(full)}: the message waits there{though}."
     if facts.found_in is not None and facts.found_in.unread and not found.outcome:
         yield f"{_sentence(facts.found_in.unread)}. {_sentence(facts.found_in.way_out)}."
+    if found.lock.delay and not found.outcome:
+        wrong = [text for text, _ in facts.state.wrong_clocks(standbys=True)]
+        yield (
+            f"It was sent with a countdown of {found.lock.delay:g} s, which counts by the clock of the host that sent "
+            "it: a worker holds the message until its own clock shows that time."
+        ) + (f" {_sentence('; '.join(wrong))}: set up NTP there." if wrong else "")
     if found.in_doubt:
         yield f"If that message is lost, {found.way_out}."
     if found.outcome:

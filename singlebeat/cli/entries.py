@@ -181,7 +181,9 @@ def list_(
         cells.append((name, entry.task, when, last, ended, moment(upcoming), word + also))
     table(("NAME", "TASK", "SCHEDULE", "LAST", "ENDED", "NEXT", "STATE"), cells, cut=(1, 2))
     if warning:
-        begins = "NEXT and STATE hold for singlebeat, but " if state_of_all.redbeat_leads and not silent else ""
+        begins = (
+            "LAST, ENDED, NEXT and STATE hold for singlebeat, but " if state_of_all.redbeat_leads and not silent else ""
+        )
         click.echo(marked(f"{begins}{warning}", "warning"))
     _show_warnings(filter(None, (state_of_all.lost and f"lost: {state_of_all.lost}", *map(str, state_of_all.pauses))))
     if state == State.PAUSED:

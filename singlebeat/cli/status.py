@@ -55,7 +55,7 @@ def status_(app: Celery, as_json: bool) -> None:
         click.echo(printable("  {host}, pid {pid}, since {since}".format_map(standby) + of_app))
     problems = (
         state.unlike,
-        state.why_leaderless,
+        state.problem() if state.is_shared and not state.works else state.why_leaderless,
         state.redbeat_silent,
         state.sent_elsewhere,
         refused,

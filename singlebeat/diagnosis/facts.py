@@ -37,6 +37,7 @@ from ..config import Config
 from ..connections import broker_place, schedule_client, schedule_place
 from ..errors import EntryError, LockBackendError, UnknownEntryError
 from ..locks import backend_of
+from ..locks.modes import LockMode, is_singleton
 from ..run_results import RESULT_NOT_STORED
 from ..server_errors import is_denied
 from .leader import refusal
@@ -174,9 +175,10 @@ def _statics_of_beats(app: Celery, state: ScheduleStatus) -> Set[str]:
     return {beat.get("statics", "") for beat, _ in state.beats if beat.get("app") == owner_of(app)}
 
 
-def _have_other_code(app: Celery, state: ScheduleStatus) -> bool:
-    """Return whether all beats of an app have another ``beat_schedule`` than this process."""
-    theirs = _statics_of_beats(app, state) - {""}
+def _has_other_code(app: Celery, state: ScheduleStatus) -> bool:
+    """Return whether the leader of an app, or all beats that share its work, have another ``beat_schedule`` than we."""
+    beats = state.sharing if state.is_shared else [state.leader]
+    theirs = {beat.get("statics", "") for beat in beats if beat.get("app") == owner_of(app)} - {""}
     return bool(theirs) and statics_here(app) not in theirs
 
 
@@ -203,16 +205,25 @@ def _why_missing(app: Celery, entries: Schedule, name: str, state: ScheduleStatu
         return told
     if name not in Statics(app, schedule_client(app)).given:
         return ""
-    if not state.problem() and _have_other_code(app, state):
+    if not state.problem() and _has_other_code(app, state):
+        work = "the beats that share the work run" if state.is_shared else "the beat that leads runs"
         return (
-            ". It is in the beat_schedule of this process, and that of the beats is another one: ask with the code "
-            "that they run, or start them again with this code (celery singlebeat doctor)"
+            f". It is in the beat_schedule of this process, and {work} with another one. A beat stores its entries "
+            "when it begins to lead: start all beats with this code, or ask with the code that they run (celery "
+            "singlebeat doctor)"
         )
     why = state.problem() or (
         "the log of beat says why it could not (event=not_added; event=trouble if the schedule's server refuses a "
         "command to beat's user)"
     )
     return f". It is in beat_schedule, which a beat stores when it begins to lead: {why}"
+
+
+def _keeps_lock_for(app: Celery, entry: Entry | None) -> float:
+    """Return the seconds for which a run keeps its lock in its queue, if one is sure to; else 0."""
+    task = app.tasks.get(entry.task) if entry is not None else None
+    sure = is_singleton(task) and task.lock == LockMode.UNTIL_EXECUTED
+    return Config.of(app).singlebeat_queued_ttl if sure else 0.0
 
 
 def _delivery(app: Celery, entry: Entry | None, workers: Workers | None, *, locks_answer: bool) -> Delivery | None:
@@ -326,6 +337,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         locks_away=locks_away,
         locks_refused=f"the locks' server {lock_place(app)}: {locks_refused}" if locks_refused else "",
         locks_frozen=locks_frozen,
+        keeps_lock_for=_keeps_lock_for(app, entry),
         stored_end=stored,
         results_away=results_away,
         found=found,

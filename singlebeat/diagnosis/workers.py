@@ -256,7 +256,7 @@ def silent_workers(app: Celery, workers: Workers) -> Sequence[str]:
 
 
 def leaving_workers(app: Celery) -> Sequence[str]:
-    """Return the workers that shut down, and have not ended yet."""
+    """Return the workers that shut down, or have ended less than a lease ago."""
     lease = Config.of(app).singlebeat_lock_lease
     return sorted(worker for worker, age in last_seen(app).items() if RETIRED <= age < RETIRED + lease)
 

@@ -47,7 +47,7 @@ def test_every_tool_explains_that_redbeat_leads(redbeat, app, redis, cli, probe)
     status = cli("status").output
     assert "leader      a beat of RedBeat, which leaves no name" in status
     assert "overdue     0\n" in status
-    assert f"NEXT and STATE hold for singlebeat, but {meaning}" in cli("list").output
+    assert f"LAST, ENDED, NEXT and STATE hold for singlebeat, but {meaning}" in cli("list").output
     assert json.loads(cli("list", "--json").stdout)["warning"].startswith(meaning)
     assert f"warning             {meaning}" in cli("show", "paused").output
     assert json.loads(cli("show", "paused", "--json").stdout)["warning"].startswith(meaning)

@@ -932,6 +932,7 @@ def test_beats_that_share_the_work_are_healthy_in_every_tool(findings, probe, cl
         "leader      none: beats share the work (redbeat_lock_key is None), a beat was last seen"
         in cli("status", app=shared.app).output
     )
+    shared.tick()  # a sign of life lasts for some seconds
     ((level, text),) = findings("beat", app=shared.app)
     assert level == "warning"
     assert f"1 beats share the work: {socket.gethostname()} (pid {os.getpid()}, since 20" in text
@@ -939,6 +940,7 @@ def test_beats_that_share_the_work_are_healthy_in_every_tool(findings, probe, cl
         f"beats       1\n  {socket.gethostname()}, pid {os.getpid()}, since 20" in cli("status", app=shared.app).output
     )
     assert [level for level, _ in findings("redbeat_lock_key", app=shared.app)] == ["warning"]
+    shared.tick()
     explained = cli("explain", "e", app=shared.app).output
     assert "No beat" not in explained
     assert "was sent at" in explained
@@ -989,7 +991,8 @@ def test_a_beat_that_shares_the_work_is_seen_each_second(shared, cli, redis):
     redis.zincrby("redbeat::standbys", -1000 * STAY, sign)
 
     assert re.search("a beat was last seen ([5-9]|[1-9][0-9]) s ago", cli("status", app=shared.app).output)
-    assert "no beat works: there was no sign of one for" in cli("health", app=shared.app, code=1).output
+    for command, code in {"health": 1, "status": 0}.items():
+        assert "no beat works: there was no sign of one for" in cli(command, app=shared.app, code=code).output
     assert "beat: no beat works" in cli("doctor", app=shared.app, code=1).output
     assert cli("explain", "e", app=shared.app).output.startswith("No beat works: ")
 
@@ -1110,8 +1113,12 @@ def test_explain_of_an_old_checkout_says_that_the_beats_have_another(cli, bench)
     bench.redis.delete("redbeat:e", "redbeat::history", "redbeat::changes")
     told_of_ours = cli("explain", "e", app=same, code=1).output
 
-    assert "It is in the beat_schedule of this process, and that of the beats is another one" in told
-    assert "not_added" not in told
+    bench.scheduler(beat_schedule={**EVERY_5, "goner": EVERY_5["e"]}).tick()
+    stands_by = cli("explain", "goner", app=old, code=1).output
+
+    for text in (told, stands_by):
+        assert "It is in the beat_schedule of this process, and the beat that leads runs with another one" in text
+        assert "not_added" not in text
     assert "event=not_added" in told_of_ours
 
 

@@ -242,6 +242,10 @@ def test_a_run_whose_lock_is_gone_while_later_ones_ran_is_over():
     )
     assert "recorded: the schedule's server did not take the record, or the worker has another redbeat_redis" in text
     assert "it waits in its queue, or its worker has died" in said(record(NOON), at=NOON)
+    gone = "its lock is gone, which it would keep in its queue: its worker has died while it ran, or lacks its broker"
+    assert gone in said(record(NOON), keeps_lock_for=3600.0)
+    for fields in ({"keeps_lock_for": 60.0}, {"keeps_lock_for": 3600.0, "without_singlebeat": ["old@vm"]}):
+        assert gone not in said(record(NOON), **fields)
     beside = Entry("e", "t", schedule(3600), app=app, last_run_at=NOON, overlap="allow_all")
     assert "it waits in its queue, or its worker has died" in said(later, record(NOON), at=NOON, entry=beside)
 
@@ -326,7 +330,14 @@ def test_a_message_at_a_busy_worker_is_said_to_wait_for_that_worker():
     assert alone.count("is busy with slow") == 1
     assert "the message waits there" not in among(w1=free, w2=busy)
     about["found"] = found._replace(lock=replace(found.lock, delay=60.0))
-    assert "the message waits there" not in among(w1=busy, w2=free), "it waits for its time, too"
+    delayed = among(w1=busy, w2=free)
+    assert "the message waits there" not in delayed, "it waits for its time, too"
+    assert (
+        "sent with a countdown of 60 s, which counts by the clock of the host that sent it: a worker holds" in delayed
+    )
+    leader = {"host": "h", "pid": "1", "ahead": "600"}
+    about["state"] = ScheduleStatus(leader, [], True, 5.0, 1, 0, 0, 0.0, 0, {})
+    assert "The clock of h, which leads, is +600.0 s off" in among(w1=busy)
 
 
 def test_a_late_run_of_a_schedule_with_one_time_stands_for_no_other():
@@ -456,7 +467,10 @@ def test_a_skipped_run_names_the_workers_that_free_no_lock():
     queued, running = (HeldLock("k", "x", state, 20.0, 30.0) for state in ("queued", "running"))
     named = "No singlebeat is in old@vm, or its settings name no server for locks"
 
-    assert named in said(skip, locks={"x": queued}, without_singlebeat=["old@vm"])
+    told = said(skip, locks={"x": queued}, without_singlebeat=["old@vm"])
+    assert named in told
+    assert "was skipped: an equal call still held the lock (held by x)." in told
+    assert "not over" not in told
     assert named not in said(skip, locks={"x": running}, without_singlebeat=["old@vm"])
     assert "No singlebeat" not in said(skip, locks={"x": queued})
 

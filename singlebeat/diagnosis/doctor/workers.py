@@ -65,8 +65,9 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
     yield Finding("fine", "workers", f"{len(workers.known_tasks)} answer")
     if wrong is None and (leaving := listed(leaving_workers(app))):
         text = (
-            f"shutting down: {leaving}. Such a worker ends its last tasks, answers no question, and gives back at its "
-            "end the messages that it has not started"
+            f"shutting down, or ended in the last {Config.of(app).singlebeat_lock_lease:g} s: {leaving}. A worker that "
+            "shuts down ends its last tasks, answers no question, and gives back at its end the messages that it has "
+            "not started"
         )
         yield Finding("warning", "workers", text)
     without = sorted(worker for worker, found in workers.versions.items() if not found)
