@@ -402,7 +402,8 @@ def test_b7_a_wrong_password_or_a_missing_right_is_named(beat, server, own_serve
         incident.until(
             running.logs(f"ERROR.*Trouble with Redis: trying again event=trouble .*{wrong}"),
             running.ready(rf"^503 the schedule's server \S+ refuses: .*{wrong}"),
-            running.metric("redis_up", "0.0"),
+            running.metric("redis_up", "1.0"),
+            running.metric("redis_refuses", "1.0"),
             *(
                 tools.say(command, f"^Error: the schedule's server .*{wrong}", code=2)
                 for command in ("health", "status", "list", "explain steady", "doctor")
