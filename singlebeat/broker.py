@@ -13,8 +13,6 @@ from weakref import WeakKeyDictionary
 
 from kombu import Connection
 from kombu.exceptions import OperationalError
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from .config import Config
 
@@ -64,6 +62,9 @@ def bounded(connection: Connection, timeout: float) -> Connection:
     for name in limits:
         options.setdefault(name, timeout)
     if options.get("master_name"):
+        from redis.backoff import NoBackoff  # noqa: PLC0415 - other brokers need none of it
+        from redis.retry import Retry  # noqa: PLC0415 - as above
+
         # Without retries, in place of redis-py's: if a sentinel fails, the next one is asked.
         asking = {**dict.fromkeys(limits, timeout), "retry": Retry(NoBackoff(), 0)}
         options["sentinel_kwargs"] = {**asking, **(options.get("sentinel_kwargs") or {})}

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from celery import current_task
+from celery.exceptions import SoftTimeLimitExceeded
 
 from ..config import Config
 from ..errors import LockBackendError
@@ -191,6 +192,8 @@ class InspectBackend(BaseBackend):
                 # Connect first, because Celery would retry for ever to send the question.
                 connection.ensure_connection(max_retries=1, interval_start=0.1, timeout=self.timeout)
                 answers = self.app.control.inspect(timeout=self.timeout, connection=connection).active() or {}
+        except SoftTimeLimitExceeded:
+            raise
         except Exception as exc:  # transports may raise any error
             raise LockBackendError(f"the workers cannot be asked what they run: {exc}") from exc
         return [row for answer in answers.values() if isinstance(answer, list) for row in answer]
@@ -199,5 +202,7 @@ class InspectBackend(BaseBackend):
         generate = getattr(self.app.tasks.get(row["type"]), "generate_lock", None)
         try:
             return str(generate(row["type"], row["args"], row["kwargs"])) if generate else ""
+        except SoftTimeLimitExceeded:
+            raise
         except Exception:  # a task's own key function may raise any error, and a run without a key has no duplicates
             return ""

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from traceback import clear_frames
@@ -221,7 +221,8 @@ def _begin(task: Task, ticket: Ticket, request: Context) -> tuple[int, tuple[Arg
     """Start a run: acquire its lock, and free the lock of its wait in the queue for the next call.
 
     If the locks' server is unreachable, ``singleton_on_backend_error`` decides whether the run starts without its lock.
-    By default it starts, unless it waits for the end of another run, or its lock may hold arguments of other calls.
+    By default it starts, unless it waits for the end of another run, or its lock may hold arguments of other calls. If
+    a soft time limit fires meanwhile, which fires once, it is put off.
 
     Returns:
         The fencing number, 0 without the lock; and the arguments of the latest call that the run stands for, or None.
@@ -242,6 +243,9 @@ def _begin(task: Task, ticket: Ticket, request: Context) -> tuple[int, tuple[Arg
             note=note_of_broker(own_broker(task.app)),
             overtakes=ticket.overtakes,
         )
+    except SoftTimeLimitExceeded:
+        why = "its soft time limit fired while its lock was taken"
+        postpone(task, request, ticket, countdown=LONGEST_WAIT, why=why, level=logging.WARNING)
     except LockBackendError as exc:
         policy = config.singleton_on_backend_error
         if policy == "raise" or (policy != "run" and (ticket.waits or ticket.joinable)):
@@ -413,7 +417,7 @@ def postpone(
     given_up = time.monotonic() + PATIENCE * is_acknowledged
     try:
         while not _try_to_send_again(task, request, ticket, countdown, raises=time.monotonic() >= given_up):
-            time.sleep(RETRY_AFTER)
+            _pause()
     except Exception as exc:  # transports raise any exception
         about = {"task": task.name, "id": ticket.task_id, "reason": safe_repr(exc)}
         is_blocked = isinstance(exc, BlockedError) or isinstance(exc.__cause__, BlockedError)
@@ -430,9 +434,16 @@ def postpone(
     raise Postponed(why)
 
 
+def _pause() -> None:
+    with suppress(SoftTimeLimitExceeded):  # of a run that does not begin
+        time.sleep(RETRY_AFTER)
+
+
 def _try_to_send_again(task: Task, request: Context, ticket: Ticket, countdown: float, *, raises: bool) -> bool:
     try:
         _send_again(task, request, ticket, countdown, sender=ConfirmingSender.of(task.app))
+    except SoftTimeLimitExceeded:  # of a run that does not begin; of two copies of its message, one runs
+        return False
     except Exception as exc:
         # After failures, kombu leaves a closed channel in its pool: the next publish over it raises an AttributeError.
         unreachable = (*task.app.producer_pool.connections.connection.connection_errors, AttributeError)

@@ -51,6 +51,10 @@ CHECKED_AFTER = 1.0
 #: Maximum number of ends of runs that are remembered while the server is unreachable.
 MOST_ENDS = 10_000
 
+#: Seconds after which an end is sent again whose key is denied to this user, and the maximum number of such ends: the
+#: keys of some tasks may be denied for good.
+DENIED_PAUSE, MOST_DENIED = 10.0, 500
+
 #: Seconds for which ends of runs are collected; the process that ran them has freed most of their locks already.
 GATHERING = 0.02
 
@@ -98,6 +102,7 @@ class Renewer:
         self._handovers: SimpleQueue[_Handover] = SimpleQueue()
         self._wake: SimpleQueue[SimpleQueue[None] | None] = SimpleQueue()
         self._later: list[_End] = []
+        self._left_out: list[_End] = []  #: the key of their locks was denied to this user
         self._gate_closed_until = 0.0
         self._denied = set[str]()  #: the keys of locks that the server denies to this user, once that is logged
         self._started = self._is_retired = False
@@ -140,7 +145,7 @@ class Renewer:
         self._requests.pop(id(request), None)
         if request.ticket is not None:
             task = request.name if request.take_seen_running() else ""
-            self.finish_ticket(request.ticket, after=after, ran=request.time_start is not None, task=task)
+            self.finish_ticket(request.ticket, after=after, ran=request.has_run, task=task)
 
     def finish_ticket(self, ticket: Ticket, *, after: float = 0.0, ran: bool = False, task: str = "") -> None:
         """Free the locks of a message that is over; log it if the run of this task has lost its lock before."""
@@ -268,8 +273,9 @@ class Renewer:
         while not self._finished.empty():
             self._later.append(self._finished.get_nowait())
         now = time.monotonic()
-        over = [end for end in self._later if end.due <= now]
+        over = [end for end in (*self._later, *self._left_out) if end.due <= now]
         later = [end for end in self._later if end.due > now]
+        self._left_out = [end for end in self._left_out if end.due > now]
         # Keep the ends until the server has accepted them: it may be unreachable at this moment.
         self._later = later + [end._replace(due=now + RETRY_AFTER) for end in over][-MOST_ENDS:]
         lost = set[Ref]()
@@ -277,10 +283,12 @@ class Renewer:
         def finish(refs: Sequence[Ref], *, ran: bool = False) -> None:
             lost.update(self.backend.finish_many(refs, remember_for=self.remember_for, ran=ran))
 
-        self._in_parts([end.ticket.run for end in over if end.ran], partial(finish, ran=True))
-        self._in_parts([end.ticket.run for end in over if not end.ran], finish)
-        self._in_parts([ref for end in over for ref in end.ticket.refs[1:]], finish)
+        denied = self._in_parts([end.ticket.run for end in over if end.ran], partial(finish, ran=True))
+        denied |= self._in_parts([end.ticket.run for end in over if not end.ran], finish)
+        denied |= self._in_parts([ref for end in over for ref in end.ticket.refs[1:]], finish)
         self._later = later
+        again = [end._replace(due=now + DENIED_PAUSE) for end in over if not denied.isdisjoint(end.ticket.refs)]
+        self._left_out = [*self._left_out, *again][-MOST_DENIED:]
         for end in over:
             if end.task and end.ticket.run in lost:
                 said = "%(task)s[%(id)s] has ended without its lock: it was lost before"
@@ -335,8 +343,8 @@ class Renewer:
                 found.append(request)
         return found
 
-    def _in_parts(self, refs: Sequence[Ref], do: Callable[[Sequence[Ref]], object]) -> None:
-        """Do something with many locks at once, but leave out those whose keys are denied to this user.
+    def _in_parts(self, refs: Sequence[Ref], do: Callable[[Sequence[Ref]], object]) -> set[Ref]:
+        """Do something with many locks at once, but leave out and return those whose keys are denied to this user.
 
         The server refuses a call with such a key as a whole. The key of one message must not harm the locks of others.
 
@@ -349,13 +357,16 @@ class Renewer:
             if not is_key_denied(exc):
                 raise
             if len(refs) > 1:
-                self._in_parts(refs[: len(refs) // 2], do)
-                self._in_parts(refs[len(refs) // 2 :], do)
-            elif refs[0].key not in self._denied:
+                half = len(refs) // 2
+                return self._in_parts(refs[:half], do) | self._in_parts(refs[half:], do)
+            if refs[0].key not in self._denied:
                 self._denied.add(refs[0].key)
                 log.warning(
                     "a lock is not renewed, and ends by itself", event="not_renewed", id=refs[0].task_id, reason=exc
                 )
+            return {refs[0]}
+        self._denied.difference_update(ref.key for ref in refs)
+        return set()
 
     def _renew(self, requests: Sequence[Request]) -> None:
         renewals = dict[Ref, Renewal]()

@@ -9,7 +9,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
-from celery.exceptions import TaskRevokedError
+from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker import request as celery_request
 from celery.worker.state import revoked, revoked_stamps, task_ready
 from kombu.serialization import registry
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 __all__ = ("Request", "leave_unwritten", "report_exceptions")
 
 log = Log(__name__)
+
+#: The ends that come from outside of a body, and may have come before it began.
+CUT_SHORT_BY = (SoftTimeLimitExceeded, TimeLimitExceeded, WorkerLostError, Terminated)
 
 #: Seconds after a hard time limit until the child process is surely dead: Celery reports the limit before it kills.
 KILL_TIME = 1.0
@@ -180,6 +183,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
     _past_limit = False
     _over = False
     _cancelled = False
+    _cut_short = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -222,6 +226,11 @@ class Request(celery_request.Request):  # type: ignore[misc]
     def shown(self) -> str:
         """The arguments for people, as the message shows them."""
         return readable((), {}, self.request_dict, app=self.app, task=self.task.name)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether its body has run. A run that was cut short may have been about to send its message again."""
+        return self.time_start is not None and not self._cut_short
 
     def take_seen_running(self) -> bool:
         """Return whether the loss of the lock is to be logged; of several callers, in any threads, one gets True."""
@@ -403,6 +412,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             if outcome == "failure" and is_result_lost(exc_info, is_stored=return_ok):
                 outcome = RESULT_NOT_STORED
             record_end(self, outcome, exc)
+        self._cut_short |= isinstance(exc, CUT_SHORT_BY)
         self._past_limit |= isinstance(exc, celery_request.TimeLimitExceeded) and self.ticket is not None
         try:
             return super().on_failure(exc_info, send_failed_event, return_ok)
@@ -461,6 +471,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
     def on_timeout(self, soft: bool, timeout: float) -> None:
         """Handle a time limit; the hard limit ends the run."""
         self._past_limit |= not soft and self.ticket is not None
+        self._cut_short |= not soft
         super().on_timeout(soft, timeout)
         if not soft:
             record_end(self, "time_limit", f"{timeout} s")

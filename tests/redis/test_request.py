@@ -19,12 +19,13 @@ from weakref import ref
 
 import pytest
 from billiard.einfo import ExceptionInfo
-from billiard.exceptions import TimeLimitExceeded
+from billiard.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded, WorkerLostError
 from celery import Celery, _state, chain, chord, states
 from celery.app.trace import build_tracer
 from celery.concurrency.solo import TaskPool
 from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
+from celery.result import AsyncResult
 from celery.worker import state
 from celery.worker.request import create_request_cls
 from kombu import Producer
@@ -616,6 +617,95 @@ def test_a_worker_that_may_not_announce_itself_renews_its_locks(app, deliver, se
     assert "event=not_announced" in said[0]
     assert "event=recovered" in said[1]
     assert "event=not_renewed" not in caplog.text
+
+
+@pytest.mark.parametrize("ran", [False, True], ids=["waited", "ran"])
+@pytest.mark.parametrize("cut", ["time limit", "soft time limit", "killed"])
+def test_a_call_that_was_cut_short_while_it_waited_runs_and_no_other_does(app, deliver, monkeypatch, cut, ran):
+    """A child may be killed right after it has sent the message again, and the copy must not be taken for a repeat."""
+    monkeypatch.setattr("singlebeat.tasks.request.KILL_TIME", 0.0)
+    task = task_of(app, overlap="buffer_all")
+    backend, other = backend_of(app), Ref(task.generate_lock(task.name, ["a"]), "other", nonce="n")
+    backend.begin(other, lease=60, remember_for=60, task=task.name, arguments="")
+    sent = task.delay("a")
+    request = deliver(task)
+    if ran:
+        backend.finish_many([other], remember_for=60)
+        backend.begin(request.ticket.run, lease=60, remember_for=60, task=task.name, arguments="")
+    else:
+        with pytest.raises(Postponed):
+            postpone(task, request._context, request.ticket, countdown=0, why="its lock is held")
+    request.time_start, request.acknowledged = time.time(), True
+    if cut == "time limit":
+        request.on_timeout(soft=False, timeout=1)
+    else:
+        kind = {"soft time limit": SoftTimeLimitExceeded, "killed": WorkerLostError}[cut]
+        try:
+            raise kind("cut")
+        except kind:
+            request.on_failure(ExceptionInfo())
+    renewer_of(app).flush()
+    backend.finish_many([other], remember_for=60)
+
+    copy = Ref(other.key, sent.id, request.ticket.generation, "copy")
+    verdict = backend.begin(copy, lease=60, remember_for=60, task=task.name, arguments="").verdict
+    assert verdict is (Verdict.DONE if ran else Verdict.STARTED)
+
+
+def test_a_soft_time_limit_while_a_message_is_sent_again_loses_no_call(app, deliver, monkeypatch):
+    task = task_of(app)
+    request, sends = deliver(task, ["a"]), []
+
+    def send_again(*args: Any, **kwargs: Any) -> None:
+        sends.append(args)
+        if len(sends) == 1:
+            raise SoftTimeLimitExceeded
+
+    monkeypatch.setattr("singlebeat.tasks.gate._send_again", send_again)
+    monkeypatch.setattr("singlebeat.tasks.gate.RETRY_AFTER", 0.0)
+    with pytest.raises(Postponed):
+        postpone(task, request._context, request.ticket, countdown=0, why="its lock is held")
+
+    assert len(sends) == 2
+
+
+def test_a_soft_time_limit_while_the_lock_is_taken_puts_the_start_off(app, deliver, monkeypatch, caplog):
+    task = task_of(app)
+    request = deliver(task, ["a"])
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise SoftTimeLimitExceeded
+
+    monkeypatch.setattr(type(backend_of(app)), "begin", interrupted)
+    started(request)
+    monkeypatch.undo()
+    again = deliver(task)
+    started(again)
+
+    assert again.id == request.id
+    (told,) = [record for record in caplog.records if "event=postponed" in record.message]
+    assert told.levelname == "WARNING"
+    assert "its soft time limit fired while its lock was taken" in told.message
+    assert AsyncResult(again.id, app=app).get(timeout=5) == "a"
+
+
+def test_an_end_whose_key_is_denied_is_sent_again(app, deliver, server, redis, monkeypatch):
+    """A lock of a run that could not take it may last for as long as a message may wait in its queue."""
+    monkeypatch.setattr("singlebeat.tasks.renewer.DENIED_PAUSE", 0.0)
+    redis.acl_setuser("few", enabled=True, nopass=True, categories=["+@all"], keys=["*"])
+    app.conf.singleton_backend_url = server.url.replace("://", "://few:any@")
+    task, renewer = task_of(app), renewer_of(app)
+    task.delay("a")
+    request = deliver(task)
+    redis.execute_command("ACL", "SETUSER", "few", "resetkeys", "~singlebeat:*")
+    request.time_start, request.acknowledged = time.time(), True
+    request.free_if_acknowledged()
+    renewer.flush()
+    assert redis.exists(request.ticket.key) == 1
+
+    redis.execute_command("ACL", "SETUSER", "few", "allkeys")
+    wait_until(lambda: renewer.flush() or not redis.exists(request.ticket.key), timeout=10)
+    redis.acl_deluser("few")
 
 
 # ---------------------------------------------------------------- a broker that takes no messages
