@@ -337,7 +337,7 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
                 yield from _catch_up(facts, record)
             yield from _end(facts, record)
         case "skipped_overlap":
-            yield f"The run for {when} was skipped: {_blocking_call(facts, record)} ({record.reason})."
+            yield f"The run for {when} was skipped: {_blocking_call(record)} still held the lock ({record.reason})."
             yield from _holder(facts, record.holder)
             lock = facts.locks.get(record.holder)
             if facts.without_singlebeat and lock is not None and lock.state == "queued":
@@ -382,17 +382,13 @@ def _recorded_at(facts: Facts, record: Record, at: datetime) -> str:
     return "" if is_ahead or is_before else f" at {_moment(at)}"
 
 
-def _blocking_call(facts: Facts, record: Record) -> str:
-    """Return which call kept a run from being sent: with a Singleton, it may not come from the entry itself.
-
-    A worker without singlebeat leaves the lock of a run that has ended.
-    """
-    blocking = "an equal call"
-    if record.holder_entry:
-        blocking = f"an equal call by entry {record.holder_entry}"
+def _blocking_call(record: Record) -> str:
+    """Return which call kept a run from being sent: with a Singleton, it may not come from the entry itself."""
     if record.holder_entry == record.entry:
-        blocking = "the one before it"
-    return f"{blocking} still held the lock" if facts.without_singlebeat else f"{blocking} was not over"
+        return "the one before it"
+    if record.holder_entry:
+        return f"an equal call by entry {record.holder_entry}"
+    return "an equal call"
 
 
 def _end(facts: Facts, record: Record) -> Iterator[str]:
@@ -583,6 +579,12 @@ def _of_a_started(facts: Facts, lock: HeldLock, task_id: str) -> str:
             f"{since}. That worker answers, and did not run it when it was asked: the run began or ended just then, "
             "or the worker was started again since the renewal. Ask again to know more. If it is over, the lock ends "
             f"by itself within {lock.lease:.0f} s."
+        )
+    if facts.running is not None and not lock.worker:
+        return (
+            f"{since}, and no worker that answers ran it when asked: it had just begun or ended, or its worker did not "
+            "answer. The lock names its worker some seconds after the start. Ask again to know more. If its worker has "
+            f"died, the lock ends by itself within {lock.lease:.0f} s."
         )
     if facts.running is not None:
         return (

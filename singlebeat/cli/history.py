@@ -15,7 +15,7 @@ from ..beat.schedule import Schedule
 from ..beat.status import REDBEAT_LEADS, ScheduleStatus
 from ..beat.store.probe import HISTORY, schedule_refusal
 from ..connections import schedule_client, schedule_place
-from ..diagnosis.facts import facts_of, read_entry, with_pauses
+from ..diagnosis.facts import existing_entry, facts_of, with_pauses
 from .output import command, marked, moment, parse_instant, printable, show_json, table
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def history_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
     entries = Schedule(app)
     records = with_pauses(entries, entries.history(name, count), name)
     if name is not None and not records:
-        read_entry(entries, name, ScheduleStatus.of(app))  # raises if there is no entry of this name
+        existing_entry(app, entries, name, ScheduleStatus.of(app))  # raises if there is none
     if lost := _lost(app, records, count):
         click.echo(marked(f"runs may be missing here: {lost}", "warning"), err=True)
     if refused := schedule_refusal(app, needs=HISTORY):
@@ -82,8 +82,6 @@ def explain_(app: Celery, as_json: bool, name: str, at: str | None) -> None:
     if when is not None and not when.microsecond:  # a time as the tools print it stands for all of its second
         when += timedelta(seconds=1, microseconds=-1)
     facts = facts_of(app, name, when)
-    if any(lock.state == "running" for lock in facts.locks.values()):
-        facts = facts_of(app, name, when)  # the run may have begun after the workers were asked
     sentences = list(explain(facts, when))
     if as_json:
         show_json(

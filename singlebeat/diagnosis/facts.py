@@ -66,10 +66,10 @@ if TYPE_CHECKING:
 
 __all__ = (
     "AGAIN",
+    "existing_entry",
     "facts_of",
     "paused_by",
     "pauses_recorded",
-    "read_entry",
     "statics_here",
     "why_gone",
     "why_outdated",
@@ -83,14 +83,7 @@ AGAIN = 1.0
 EXPLAINED, ENDS_READ = 1000, 50
 
 
-def read_entry(entries: Schedule, name: str, state: ScheduleStatus) -> tuple[Entry | None, str]:
-    """Return an entry, or None if it cannot be read, and the reason why beat cannot use it.
-
-    The reason is empty if beat can use the entry, or if only a quarantine record is left of the entry.
-
-    Raises:
-        UnknownEntryError: there is no such entry.
-    """
+def _read_entry(entries: Schedule, name: str, state: ScheduleStatus) -> tuple[Entry | None, str]:
     try:
         entry = entries.get(name)
     except UnknownEntryError as exc:
@@ -253,12 +246,33 @@ def _pending_text(client: RedisClient, key: str) -> str | None:
     return None if isinstance(fields, str) else fields[4]  # a string: its key is of another type
 
 
+def existing_entry(app: Celery, entries: Schedule, name: str, state: ScheduleStatus) -> tuple[Entry | None, str]:
+    """Return an entry, or None if it cannot be read, and the reason why beat cannot use it.
+
+    The reason is empty if beat can use the entry, or if only a quarantine record is left of the entry.
+
+    Raises:
+        UnknownEntryError: there is no such entry; the error says which trouble may have kept it away or removed it.
+    """
+    try:
+        return _read_entry(entries, name, state)
+    except UnknownEntryError as exc:
+        raise UnknownEntryError(f"{exc}{_why_missing(app, entries, name, state)}") from None
+
+
 def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
-    """Return the facts about an entry; ask the workers first, because their answers take longest.
+    """Return the facts about an entry.
 
     Raises:
         UnknownEntryError: there is no such entry.
     """
+    facts = _facts_of(app, name, when)
+    is_started = any(lock.state == "running" for lock in facts.locks.values())
+    return _facts_of(app, name, when) if is_started else facts  # it may have begun after the workers were asked
+
+
+def _facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
+    """Return the facts about an entry; ask the workers first, because their answers take longest."""
     workers, entries, broker_away, broker_refused = None, Schedule(app), "", ""
     try:
         workers = Workers.ask(app)
@@ -267,10 +281,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
     except BrokerError as exc:
         broker_away = f"the broker {broker_place(app)} {exc}"
     pending, state = _pending(app, name), ScheduleStatus.of(app)
-    try:
-        entry, unusable = read_entry(entries, name, state)
-    except UnknownEntryError as exc:
-        raise UnknownEntryError(f"{exc}{_why_missing(app, entries, name, state)}") from None
+    entry, unusable = existing_entry(app, entries, name, state)
     records = entries.history(name, EXPLAINED if when else 1)
     if [record.decision for record in records] == ["buffered"]:  # earlier runs may wait, too
         records = entries.history(name, EXPLAINED)

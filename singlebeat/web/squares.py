@@ -17,7 +17,7 @@ WORDS = {
     "late": "ended well, sent late",
     "failed": "failed",
     "open": "sent, no end known yet",
-    "skipped": "skipped: an equal call was not over",
+    "skipped": "skipped: an equal call still held the lock",
     "missed": "missed",
     "paused": "paused",
     "refused": "not run",

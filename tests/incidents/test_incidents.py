@@ -992,7 +992,7 @@ def test_a_run_is_skipped_because_the_one_before_it_is_not_over(shop):
 
     Incident("long run").until(
         shop.tools.say(
-            "explain nightly", f"^Task {run.id} runs now, on w", "was skipped: the one before it was not over"
+            "explain nightly", f"^Task {run.id} runs now, on w", "was skipped: the one before it still held the lock"
         ),
         shop.tools.say("locks --json", run.id),
         shop.tools.say(f"unlock {run.id}", f"task {run.id} runs on w", code=1),
@@ -1019,7 +1019,7 @@ def test_a_worker_has_died_and_its_lock_waits_for_the_end_of_its_lease(celery, b
         tools.say(
             "explain nightly",
             "its worker has probably died, or hangs. The lock ends by itself in ",
-            "was skipped: the one before it was not over",
+            "was skipped: the one before it still held the lock",
             f"^Task {run.id} holds the lock, which was last renewed",
             "To free it now, first make sure that its process is gone, because the run of a process that hangs would "
             f"go on beside the next run: celery singlebeat unlock {run.id}$",

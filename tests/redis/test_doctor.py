@@ -400,6 +400,21 @@ def test_runs_that_wait_or_expire_have_killed_no_worker(findings, cli, bench, mo
     assert why in str(findings("entry e"))
 
 
+@pytest.mark.parametrize("waiting", [0, 3])
+def test_workers_without_a_free_slot_are_named_at_once_if_messages_wait(findings, bench, monkeypatch, waiting):
+    """Runs may be short and many: no slot is busy for long, and the queue grows all the same."""
+    entry = bench.put()
+    for _ in range(waiting):
+        bench.redis.lpush("celery", "{}")
+    runs = [Busy("shop.short", "x", datetime.now(UTC))]
+    workers = answering(w1=Reader(frozenset({"celery"}), frozenset({entry.task}), 1, runs))
+    monkeypatch.setattr(Workers, "ask", lambda _: workers)
+
+    told = [text for level, text in findings("queue celery") if level == "warning"]
+    assert bool(told) == bool(waiting)
+    assert all("is busy with shop.short" in text and "other messages wait" in text for text in told)
+
+
 @pytest.mark.parametrize("is_stored", [True, False])
 def test_runs_whose_ends_are_not_recorded_kill_no_worker(findings, cli, bench, monkeypatch, is_stored):
     """The user of the worker lacks a command on the schedule's server."""

@@ -16,7 +16,7 @@ from redis.exceptions import LockError, RedisError, ResponseError
 
 from singlebeat.beat.keys import LeaseKeys
 from singlebeat.beat.leadership.lease import SHARE_EVERY, SIGNS_KEPT, STAY, Lease, Term, leader_of, resign
-from tests.support import RedisServer, at_once, wait_until, without
+from tests.support import RedisServer, at_once, free_port, wait_until, without
 
 KEYS = LeaseKeys("redbeat::lock", "redbeat::leader", "redbeat::term", "redbeat::standbys", "redbeat::resigned")
 
@@ -468,6 +468,19 @@ def test_a_release_lets_another_lead_at_once(make, redis):
 
     assert redis.exists(KEYS.lock, KEYS.leader) == 0
     assert second.acquire().number == 2
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_lock_that_cannot_be_released_is_logged_by_its_leader_alone(make, monkeypatch, caplog, leads):
+    first, second = make(), make()
+    first.acquire()
+    second.acquire()
+    lease = first if leads else second
+    monkeypatch.setattr(lease, "_connect", lambda: Redis(port=free_port()))
+
+    lease.release()
+
+    assert ("event=lock_kept" in caplog.text) == leads
 
 
 def test_after_a_release_the_lease_never_leads_again(make, redis):

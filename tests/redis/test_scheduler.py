@@ -3105,6 +3105,7 @@ def test_removed_records_are_no_loss(bench, redis, logged, removed):
 
 def test_a_lost_schedule_is_shown_until_a_day_has_passed(bench, cli):
     """Also in later terms, and with the time when it was first noticed."""
+    bench.put("gone")
     leader, standby = bench.scheduler(), bench.scheduler()
     leader.tick()
     standby.tick()
@@ -3112,6 +3113,8 @@ def test_a_lost_schedule_is_shown_until_a_day_has_passed(bench, cli):
     standby.tick()
     said = ScheduleStatus.of(bench.app).lost
     assert re.match(r"the server has lost the schedule, or its last changes, as a beat noticed at 20\S+: ", said)
+    for command in ("history gone", "explain gone"):
+        assert "The server has lost the schedule" in cli(*command.split(), app=bench.app, code=1).output
 
     assert not leader.lease.renew()
     standby.close()

@@ -46,7 +46,9 @@ def test_plain_entries_of_one_call_run_and_singletons_name_the_other(celery, app
     beat.wait_for(rf'event=skipped_overlap entry="{other}" .* holder_entry="{sent}" reason="held by task {single.id}, ')
     explained = celery("singlebeat", "explain", other)
     assert explained.wait(60) == 0
-    assert f"was skipped: an equal call by entry {sent} was not over (held by task {single.id}, " in explained.text
+    assert (
+        f"was skipped: an equal call by entry {sent} still held the lock (held by task {single.id}, " in explained.text
+    )
     assert f", of entry {sent})." in explained.text
 
 

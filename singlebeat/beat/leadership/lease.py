@@ -337,6 +337,7 @@ class Lease:
         It acquires no thread lock and shares no connection with the rest of the process, so it waits for neither. But
         if the user has set ``app.redbeat_redis``, it waits as long as that client does, for its pool and the server.
         """
+        leads = self._term is not None
         token, self._term, self._stopped = self._token or self._last_token, None, True
         if self.keys.lock is None and self._standby:
             with suppress(RedisError):  # the sign of life expires by itself
@@ -348,12 +349,9 @@ class Lease:
             keys = (self.keys.lock, self.keys.leader, self.keys.standbys, self.keys.resigned)
             released = script(__package__, "resign")(self._connect(), keys, (token, self._standby, 0))
         except RedisError as exc:
-            log.warning(
-                "beat: Could not release the lock, it ends within %(ttl)g s",
-                event="lock_kept",
-                ttl=self.ttl,
-                reason=self._says(exc),
-            )
+            if leads:
+                text = "beat: Could not release the lock, it ends within %(ttl)g s"
+                log.warning(text, event="lock_kept", ttl=self.ttl, reason=self._says(exc))
         else:
             if released:
                 log.info("beat: Released lock", event="lock_released", leader=identity())

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from ...beat.entries.entry import Entry
 
-#: Seconds for which a queue's workers may be busy with the same runs before that is a warning.
+#: Seconds for which a queue's workers may be busy with the same runs before that is a warning, though its messages have
+#: all been received.
 BUSY_FOR = 5.0
 
 #: Maximum number of locks that are read to find a renewed lock.
@@ -125,7 +126,8 @@ def _queues(app: Celery, schedule: Read, workers: Workers) -> Iterator[Finding]:
         for entry in senders:
             if wrong := delivery.without(entry.task):
                 yield Finding("problem", f"entry {entry.name}", wrong)
-        if (since := delivery.full_since) is not None and (now - since).total_seconds() > BUSY_FOR:
+        since = delivery.full_since
+        if since is not None and ((now - since).total_seconds() > BUSY_FOR or schedule.backlog.count(queue)):
             advice = (
                 "Start more workers, or make these tasks shorter. Messages that a busy worker has already received "
                 f"stay with it. {PREFETCH}"
