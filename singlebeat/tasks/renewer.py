@@ -386,7 +386,7 @@ class Renewer:
                 with suppress(UnusableLockError):  # logged by the process that started the run
                     self._begin(request, ref)  # the run started while the server was unreachable
             elif renewal is Renewal.RUNNING:
-                request.seen_running = True
+                request.seen_running = request.has_begun = True
             elif renewal is Renewal.OVER:
                 self._requests.pop(id(request), None)
             elif renewal is Renewal.LOST and request.take_seen_running():

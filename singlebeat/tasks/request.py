@@ -184,6 +184,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
     _over = False
     _cancelled = False
     _cut_short = False
+    #: The renewer has seen that this delivery holds its lock.
+    has_begun = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -229,8 +231,11 @@ class Request(celery_request.Request):  # type: ignore[misc]
 
     @property
     def has_run(self) -> bool:
-        """Whether its body has run. A run that was cut short may have been about to send its message again."""
-        return self.time_start is not None and not self._cut_short
+        """Whether its body has run.
+
+        A run that was cut short may have been about to send its message again, if it was never seen to hold its lock.
+        """
+        return self.time_start is not None and (self.has_begun or not self._cut_short)
 
     def take_seen_running(self) -> bool:
         """Return whether the loss of the lock is to be logged; of several callers, in any threads, one gets True."""
