@@ -19,10 +19,10 @@ __all__ = ("LONGEST_REASON", "Log", "printable", "utc_iso", "without_passwords")
 #: Maximum length of a reason in the history.
 LONGEST_REASON = 200
 
-#: Matches from ``user:`` to the last @ before a blank. If a password has a blank, it matches to the last @ of the line;
-#: a port after the colon is no password.
+#: Matches from ``://user:`` to the last @ before a blank. If a password has a blank, it matches to the last @ of the
+#: line; a port after the colon is no password. A user name may have ``@`` and ``/``, and JSON may escape slashes.
 _PASSWORD = re.compile(
-    r"""(?<=://)([^:@/\s]*):(?:\S*@|(?!\d{1,5}(?:[/?\s'")\]},;.]|$)).*@)|(?<=[?&]password=)[^&\s'"]+"""
+    r"""(:\\?/\\?/[^:\s]*):(?:\S*@|(?!\d{1,5}(?:[/?\s'")\]},;.]|$)).*@)|(?i:(?<=[?&]password=))[^&\s'"]+"""
 )
 _QUOTE = re.compile(r"%\((\w+)\)")
 _KEY = re.compile(r"(?<=\S)=")
@@ -110,7 +110,7 @@ class Log:
 
 def without_passwords(text: str) -> str:
     """Return a string without the passwords of the URLs in it."""
-    if "://" not in text and "password=" not in text:
+    if "/" not in text and "=" not in text:
         return text
     return _PASSWORD.sub(lambda found: f"{found[1]}:**@" if found[1] is not None else "**", text)
 

@@ -54,8 +54,10 @@ IN_TEXT = frozenset({"args", "kwargs", "argsrepr", "kwargsrepr", "link", "link_e
 #: Celery's tasks that call another one for each item of their second argument, ``it``.
 MAPPING = frozenset({"celery.map", "celery.starmap", "celery.chunks"})
 
-#: The part of a URL before its password, or before its port; and the password in the query of a URL.
-_USER = re.compile(r"://[^:\s]*:")
+#: The part of a URL before its password, or before its port, whose slashes JSON may have escaped; a character that JSON
+#: has escaped; and the password in the query of a URL.
+_USER = re.compile(r":\\?/\\?/[^:\s]*:")
+_ESCAPED = re.compile(r"\\u00")
 _WORD = re.compile(r"\S+")
 _IN_QUERY = re.compile(r"[?&]password=", re.IGNORECASE)
 
@@ -99,7 +101,7 @@ def masked_text(text: str, app: Celery, *, task: str = "") -> str:
     """Return JSON or a repr with secret arguments masked, unchanged if there are none.
 
     A string that cannot be parsed is cut off behind the first secret name, behind ``args``, which have no names, or
-    before the first password of a URL.
+    before the first password of a URL, or the first character that JSON has escaped by its number: it may be of a URL.
 
     Args:
         task: name of the task whose positional arguments the string shows, if it shows such.
@@ -124,7 +126,8 @@ def masked_text(text: str, app: Celery, *, task: str = "") -> str:
     if task and any(_secret_positions(task, app, patterns, MOST_PARAMETERS)):
         return MASK
     secret = next((found.end() for found in _NAME.finditer(text) if _may_be_secret(found, patterns)), len(text))
-    first = min(secret, _password_of_url(text))
+    escaped = found.start() if (found := _ESCAPED.search(text)) else len(text)
+    first = min(secret, escaped, _password_of_url(text))
     return text if first == len(text) else f"{text[:first]} {MASK}…"
 
 
@@ -153,7 +156,7 @@ def _password_of_url(text: str) -> int:
 
     It reaches up to the last ``@`` before a blank, because passwords are often not quoted as a URL requires.
     """
-    if "://" in text:
+    if "/" in text:
         for word in _WORD.finditer(text):
             if found := _USER.search(word[0].rpartition("@")[0]):
                 return word.start() + found.end()

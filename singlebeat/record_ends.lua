@@ -14,11 +14,14 @@ for i, r in ipairs(cjson.decode(ARGV[3])) do
   local stored = redis.pcall("HMGET", KEYS[i + 1], "definition", "runs")
   if stored[1] then
     local line = cjson.encode({at, r[2], r[3], r[4], r[5], r[6], r[7]})
-    local lines = {line .. "\n"}
-    for before in string.gmatch(stored[2] or "", "[^\n]+\n") do -- one that was cut off has no end
-      if #lines < tonumber(ARGV[2]) then
-        lines[#lines + 1] = before
+    local lines, before, from = {line .. "\n"}, stored[2] or "", 1
+    local stop = string.find(before, "\n", 1, true)
+    while stop and #lines < tonumber(ARGV[2]) do -- one that was cut off has no end
+      if stop > from then
+        lines[#lines + 1] = string.sub(before, from, stop)
       end
+      from = stop + 1
+      stop = string.find(before, "\n", from, true)
     end
     redis.call("HSET", KEYS[i + 1], "runs", table.concat(lines))
   end

@@ -24,6 +24,7 @@ from singlebeat.beat.leadership.lease import Term
 from singlebeat.beat.status import ScheduleStatus
 from singlebeat.beat.store.claims import Store
 from singlebeat.errors import EntryError, UnknownEntryError
+from singlebeat.run_results import flush_ends, record_end_of_message
 from tests.support import RedisServer
 from tests.system.apps import make_app
 
@@ -623,3 +624,17 @@ def test_deep_json_in_a_key_of_the_schedule_ends_nothing(bench, redis, cli):
     redis.set("redbeat::lost", DEEP)
 
     check_that_all_goes_on(bench, cli, "e")
+
+
+def test_a_huge_field_of_ends_delays_no_other_call(bench, redis):
+    """With a pattern that starts again at each character, the server would search it for an hour and a half."""
+    bench.put()
+    bench.tick()
+    (message,) = bench.messages
+    redis.hset("redbeat:e", "runs", "x" * 1_000_000)
+
+    record_end_of_message(bench.app, message.headers, "success", "")
+    flush_ends(bench.app)
+
+    (line,) = redis.hget("redbeat:e", "runs").splitlines()
+    assert json.loads(line)[2] == "success"

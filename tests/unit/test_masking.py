@@ -244,3 +244,15 @@ def test_the_record_of_a_lock_shows_no_secret(app, headers, expected):
     text = readable(["ann", SECRET], {"token": SECRET, "n": 1}, headers, app=app, task="login")
 
     assert text == expected
+
+
+@pytest.mark.parametrize(
+    "url", [r"https:\/\/u:hunter2@h", r"https\u003a//u:hunter2@h", r"https://u\u003ahunter2\u0040h"], ids=str
+)
+@pytest.mark.parametrize("broken", ['{"dsn": "%s", "schedule": {', '{"kwargs": "{\\"dsn\\": %s"', "%s"], ids=str)
+def test_a_url_with_escapes_shows_no_password_in_broken_text(app, broken, url):
+    assert SECRET not in masked_text(broken % url, app)
+
+
+def test_an_argument_that_is_json_with_escaped_slashes_shows_no_password(app):
+    assert SECRET not in str(masked({"kwargs": {"body": r'{"dsn": "https:\/\/u:hunter2@h"}'}}, app))
