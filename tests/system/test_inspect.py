@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery.exceptions import SoftTimeLimitExceeded
 from celery.schedules import schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -273,3 +274,15 @@ def test_an_unreachable_broker_is_an_error_and_not_a_hang():
 
     with pytest.raises(LockBackendError, match=r"^the workers cannot be asked what they run: "):
         backend_of(app).begin(REF, lease=30, remember_for=1, task=SINGLE, arguments="")
+
+
+def test_a_soft_time_limit_amid_the_question_is_no_error_of_the_broker(sender, monkeypatch):
+    """It fires once: the run would go on without its limit, and without its lock."""
+
+    def interrupted(*args: object, **options: object) -> None:
+        raise SoftTimeLimitExceeded
+
+    monkeypatch.setattr(sender.control, "inspect", interrupted)
+    backend = InspectBackend(sender, timeout=0.1, settle=0.0)
+    with pytest.raises(SoftTimeLimitExceeded):
+        list(backend.locks(""))
