@@ -19,6 +19,9 @@ __all__ = ("LONGEST_REASON", "Log", "printable", "utc_iso", "without_passwords")
 #: Maximum length of a reason in the history.
 LONGEST_REASON = 200
 
+#: Most characters of a line in which passwords are looked for: a hostile one of 1,000,000 would take ten minutes.
+LONGEST_LINE = 10_000
+
 #: Matches from ``://user:`` to the last @ before a blank. If a password has a blank, it matches to the last @ of the
 #: line; a port after the colon is no password. A user name may have ``@`` and ``/``, and JSON may escape slashes.
 _PASSWORD = re.compile(
@@ -109,10 +112,16 @@ class Log:
 
 
 def without_passwords(text: str) -> str:
-    """Return a string without the passwords of the URLs in it."""
+    """Return a string without the passwords of the URLs in it; what is too long of a line is cut off."""
     if "/" not in text and "=" not in text:
         return text
-    return _PASSWORD.sub(lambda found: f"{found[1]}:**@" if found[1] is not None else "**", text)
+    return "\n".join(map(_without_passwords, text.split("\n")))
+
+
+def _without_passwords(line: str) -> str:
+    if len(line) > LONGEST_LINE:  # at a blank, so that no password loses the @ that shows it
+        line = f"{line[:LONGEST_LINE].rpartition(' ')[0]} …"
+    return _PASSWORD.sub(lambda found: f"{found[1]}:**@" if found[1] is not None else "**", line)
 
 
 def _without_passwords_in_traceback(record: logging.LogRecord) -> bool:

@@ -195,6 +195,17 @@ def test_a_password_in_a_url_is_masked(url, shown):
     assert without_passwords(f"cannot use {url}") == f"cannot use {shown}"
 
 
+@pytest.mark.parametrize("part", ["://a:", "://", "://a: "])
+def test_a_huge_line_of_urls_takes_no_time_and_the_next_one_is_read(part):
+    text = f"no redis://:geheim@h {part * 200_000}\nno redis://:geheim@i"
+
+    first, second = without_passwords(text).split("\n")
+
+    assert first.startswith("no redis://:**@h ")
+    assert len(first) < 11_000
+    assert second == "no redis://:**@i"
+
+
 def test_a_password_is_masked_wherever_it_stands(log, lines):
     url = f"redis://user:{SECRET}@host/1"
     log.info("asking %(url)s", event="x", url=url, error=ConnectionError(f"no {url}"), detail=f"a\n  {url}\n")
