@@ -495,9 +495,8 @@ def _has_later_run(facts: Facts, record: Record) -> bool:
 
 def _had_lock(facts: Facts, record: Record) -> bool:
     """Return whether a run was sent with a lock that would still be held if it had not started."""
-    locked = facts.entry is not None and facts.entry.policy.overlap is not Overlap.ALLOW_ALL
     is_recent = (facts.now - record.at).total_seconds() < facts.keeps_lock_for
-    return locked and is_recent and not (record.reason or facts.without_singlebeat or facts.locks_refused)
+    return is_recent and not (record.reason or facts.without_singlebeat or facts.locks_refused)
 
 
 def _about(facts: Facts, outcome: str) -> Iterator[str]:

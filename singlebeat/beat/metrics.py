@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .. import signals
@@ -143,7 +144,6 @@ class BeatMetrics:
         self.registry = registry = new_registry()
         self.last_progress = time.monotonic()
         self.server: ThreadingHTTPServer | None = None
-        self._client: RedisClient = None
         made = {name: metric.made(registry) for name, metric in METRICS.items() if metric.type != "gauge"}
         self._decisions = made["singlebeat_decisions_total"]
         self._lateness = made["singlebeat_lateness_seconds"]
@@ -167,7 +167,7 @@ class BeatMetrics:
             return None
         metrics = cls(app, lease)
         with suppress(RedisError):  # connect: beat may still reach a server whose sentinels are away by then
-            metrics._state()
+            metrics._client.time()
         try:
             metrics.serve(config.singlebeat_metrics_host, config.singlebeat_metrics_port)
         except OSError as exc:  # beat goes on: sending is worth more than counting
@@ -205,10 +205,13 @@ class BeatMetrics:
         """Record that work goes on."""
         self.last_progress = time.monotonic()
 
+    @cached_property
+    def _client(self) -> RedisClient:
+        """The connection of the probes and of Prometheus."""
+        timeout = min(PROBE_TIMEOUT, Config.of(self.app).singlebeat_socket_timeout)
+        return schedule_client(self.app, timeout=timeout)
+
     def _state(self) -> ScheduleStatus:
-        if self._client is None:
-            timeout = min(PROBE_TIMEOUT, Config.of(self.app).singlebeat_socket_timeout)
-            self._client = schedule_client(self.app, timeout=timeout)
         return ScheduleStatus.of(self.app, names=False, client=self._client)
 
     @staticmethod

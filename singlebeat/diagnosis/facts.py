@@ -38,6 +38,7 @@ from ..connections import broker_place, schedule_client, schedule_place
 from ..errors import EntryError, LockBackendError, UnknownEntryError
 from ..locks import backend_of
 from ..locks.modes import LockMode, is_singleton
+from ..overlap import Overlap
 from ..run_results import RESULT_NOT_STORED
 from ..server_errors import is_denied
 from .leader import refusal
@@ -214,7 +215,9 @@ def _why_missing(app: Celery, entries: Schedule, name: str, state: ScheduleStatu
 
 def _keeps_lock_for(app: Celery, entry: Entry | None) -> float:
     """Return the seconds for which a run keeps its lock in its queue, if one is sure to; else 0."""
-    task = app.tasks.get(entry.task) if entry is not None else None
+    if entry is None or entry.policy.overlap is Overlap.ALLOW_ALL:
+        return 0.0
+    task = app.tasks.get(entry.task)
     sure = is_singleton(task) and task.lock == LockMode.UNTIL_EXECUTED
     return Config.of(app).singlebeat_queued_ttl if sure else 0.0
 

@@ -885,6 +885,28 @@ def test_the_doctor_names_a_broker_that_does_not_answer(findings, server, redis,
     assert text.startswith("it does not answer: ")
 
 
+def test_doctor_knows_that_beat_may_reach_a_master_without_sentinels(findings):
+    urls = ";".join(f"sentinel://127.0.0.1:{free_port()}/0" for _ in range(2))
+    options = {name: {"master_name": "m"} for name in ("broker_transport_options", "redbeat_redis_options")}
+    with make_app(urls, {**options, "result_backend": "disabled"}) as app:
+        ((level, text),) = findings("broker", app=app)
+
+    assert level == "problem"
+    assert text.endswith("this process cannot send messages. A beat that is still connected to the master may do so")
+
+
+@pytest.mark.parametrize(("overlap", "is_said"), [("skip", True), ("allow_all", False)])
+def test_a_singleton_without_its_lock_is_said_to_have_started(cli, bench, redis, overlap, is_said):
+    bench.put(task=f"{APP}.single", overlap=overlap)
+    bench.tick()
+    redis.delete(*redis.scan_iter("SINGLETONLOCK_*"), "none")
+
+    told = cli("explain", "e", app=bench.app).output
+
+    assert ("and its lock is gone, which it would keep in its queue" in told) == is_said
+    assert ("it waits in its queue, or its worker has died" in told) != is_said
+
+
 def test_explain_works_while_the_locks_server_is_unreachable(cli, server, redis, own_server, bench_on):
     bench = bench_on(server, singleton_backend_url=own_server.url)
     bench.put(overlap="allow_all")

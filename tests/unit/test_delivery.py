@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -29,6 +30,14 @@ def test_a_queue_is_unread_only_if_workers_answer():
     assert (
         Delivery.of("x", {"w": reader(queues="b a")}).unread == "no worker that answers reads queue x (they read a, b)"
     )
+
+
+def test_own_entries_that_wait_in_the_queue_of_another_app_have_a_way_out():
+    own = Delivery.of("x", {"w": reader()})
+    shared = replace(own, other_apps=["bar"])
+
+    assert "--force" not in own.way_out
+    assert "runs again once the lock is free: celery singlebeat unlock --force" in shared.way_out
 
 
 def test_a_silent_worker_may_read_a_queue():
