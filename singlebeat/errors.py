@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from click import ClickException
 
+from .log import without_passwords
+
 __all__ = (
     "ConfigError",
     "ConflictError",
@@ -41,7 +43,10 @@ class DuplicateTaskError(SinglebeatError):
 
 
 class EntryError(SinglebeatError):
-    """The given or stored data is not a valid entry."""
+    """The given or stored data is not a valid entry; the message quotes from it, but no password of a URL."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(without_passwords(message))
 
 
 class UnknownEntryError(EntryError, KeyError):

@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from ..locks.redis import RETIRED
+from ..log import without_passwords
 from ..overlap import Overlap
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, RESULT_NOT_STORED
 from .calendar.clocked import comes_once
@@ -151,11 +152,15 @@ class Facts:
 
 
 def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
-    """Yield sentences, the most important ones first.
+    """Yield sentences, the most important ones first, without the passwords of the URLs that they quote.
 
     Args:
         at: explain the occurrence at or before this moment; by default the last one.
     """
+    return map(without_passwords, _sentences(facts, at))
+
+
+def _sentences(facts: Facts, at: datetime | None) -> Iterator[str]:
     quarantined = facts.state.quarantine.get(facts.name)
     yield from _unusable(facts)
     yield from _leadership(facts)

@@ -44,6 +44,7 @@ __all__ = (
     "QUEUES_APART",
     "REDBEAT_LEADS",
     "SEE_LOG",
+    "WHY_UNSENT",
     "ScheduleStatus",
     "pending_occurrences",
     "quarantine_record",
@@ -95,6 +96,9 @@ NO_BEAT = (
     "refused by the server: its log names the right that its user lacks. A celery beat without "
     "-S singlebeat.Scheduler is not seen here, and sends by a file of its own: stop it before you start one"
 )
+
+#: Why claimed occurrences stay pending while a beat leads, in words.
+WHY_UNSENT = "if they stay, the broker or the locks' server does not answer, or refuses a command (see doctor)"
 
 #: Where to look while a beat leads and does not send, in words: the server may refuse another user than the operator's.
 SEE_LOG = "If that lasts, see the log of beat: it names what a server refuses to its user"
@@ -285,7 +289,7 @@ class ScheduleStatus:
     @property
     def _unsent(self) -> str:
         pending = counted(self.pending, "occurrence is", "occurrences are")
-        return f"{pending} claimed and not confirmed, the first is late by {self.pending_lag:.0f} s"
+        return f"{pending} claimed and not confirmed, the first is late by {self.pending_lag:.0f} s: {WHY_UNSENT}"
 
     @property
     def unsent(self) -> str:

@@ -24,7 +24,7 @@ from ..connections import schedule_client
 from ..diagnosis.facts import AGAIN, paused_by, pauses_recorded, why_gone
 from ..diagnosis.leader import refusal
 from ..errors import EntryError, UnknownEntryError
-from ..masking import masked, masked_arguments, masked_text
+from ..masking import masked, masked_text
 from .output import age, command, marked, moment, parse_instant, printable, show_json, table
 
 if TYPE_CHECKING:
@@ -251,13 +251,12 @@ def show_(app: Celery, as_json: bool, name: str) -> None:
         paused = {"pause": asdict(pause)} if pause is not None else {}
         show_json({**_as_shown(entry), "state": state, **why, **paused, "next": upcoming})
         return
+    call = masked({"task": entry.task, "args": entry.args, "kwargs": entry.kwargs, "options": entry.options}, app)
     _show_rows(
         {
-            "task": entry.task,
+            "task": call.pop("task"),
             "schedule": readable_schedule(entry.schedule),
-            "args": masked_arguments(entry.task, entry.args, app),
-            "kwargs": masked(entry.kwargs, app),
-            "options": masked(entry.options, app),
+            **call,
             "state": state,
             "last": moment(_last_run(entry, pending)),
             "runs": entry.meta.total_run_count,

@@ -13,7 +13,7 @@ import click
 
 from ..beat.leadership.lease import resign
 from ..beat.page import off_by_name
-from ..beat.status import MAX_LAG, ScheduleStatus, counted
+from ..beat.status import MAX_LAG, WHY_UNSENT, ScheduleStatus, counted
 from ..beat.store.probe import STANDBY, lock_trouble, refuses_writes, schedule_refusal, ticks_refusal
 from ..connections import ResponseError
 from ..diagnosis.leader import who
@@ -78,8 +78,7 @@ def status_(app: Celery, as_json: bool) -> None:
     waits = ", which wait for a beat of singlebeat" if state.redbeat_leads else ""
     if not waits and not state.works:
         waits = ", which wait for a beat to lead"
-    why = "the broker or the locks' server does not answer, or refuses a command (see doctor)"
-    waits = waits or f", claimed and not confirmed: if they stay, {why}"
+    waits = waits or f", claimed and not confirmed: {WHY_UNSENT}"
     late = f", the first late by {state.pending_lag:.0f} s" if state.pending_lag else ""
     click.echo(f"pending     {state.pending}{late}" + (waits if state.pending else ""))
     for line in _pauses(app, state):

@@ -82,18 +82,25 @@ def test_a_secret_that_cannot_be_decoded_is_in_no_log_and_no_reason(
         {"options": {"link": json.dumps({"task": "t", "args": [], "kwargs": {"password": SECRET}, "options": {}})}},
         {"options": {"expires": f"redis://:{SECRET}@h"}},
         {"schedule": f"redis://:{SECRET}@h"},
+        {"schedule": {"__type__": f"redis://:{SECRET}@h"}},
+        {"schedule": {"__type__": "crontab", "timezone": f"redis://:{SECRET}@h"}},
+        {"schedule": {"__type__": "interval", "every": 60, f"redis://:{SECRET}@h": 1}},
+        {"options": {"queue": f"redis://:{SECRET}@h"}},
+        {"options": {f"redis://:{SECRET}@h": 1}},
+        {"policy": {"catch_up": f"redis://:{SECRET}@h"}},
+        {f"redis://:{SECRET}@h": 1},
     ],
     ids=str,
 )
-def test_the_reason_of_a_wrong_option_shows_no_secret(cli, bench, redis, no_worker_is_awaited, caplog, fields):
+def test_the_reason_of_a_wrong_part_shows_no_secret(cli, bench, redis, no_worker_is_awaited, caplog, fields):
     definition = {"task": "t", "schedule": 60, **fields}
     redis.hset("redbeat:n", "definition", json.dumps(definition))
     redis.zadd("redbeat::schedule", {"redbeat:n": 1})
 
     bench.tick()
 
-    reason = redis.hgetall("redbeat::quarantine")["redbeat:n"]
-    commands = (("explain", "n"), ("show", "n"), ("list",), ("doctor",))
+    reason = redis.hget("redbeat::quarantine", "redbeat:n")
+    commands = (("explain", "n"), ("show", "n"), ("list",), ("list", "--json"), ("doctor",), ("history", "n"))
     shown = [cli(*command, code=None).output for command in commands]
     assert SECRET not in f"{reason} {caplog.text} {shown}"
 

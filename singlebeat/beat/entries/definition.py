@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from celery.schedules import BaseSchedule, schedule
 
 from ...errors import EntryError
+from ...log import without_passwords
 from ..calendar.recurrence import is_known
 from ..keys import check_encodable
 from .code_only import insert_marks, restore_arguments, restore_schedule
@@ -195,7 +196,7 @@ def decode_definition(definition: str, given: Given) -> dict[str, Any]:
     ignored = [*map(_ignored, unknown[:MOST_IGNORED])]
     if more := unknown[MOST_IGNORED:]:
         ignored.append(f"{len(more):,} more are unknown and ignored")
-    return {**fields, "ignored": "; ".join(ignored)}
+    return {**fields, "ignored": without_passwords("; ".join(ignored))}
 
 
 def _ignored(name: str) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ...beat.store.probe import schedule_server_says
 from ...connections import RedisError, ResponseError, schedule_place, what_it_does
 from ...errors import LockBackendError
+from ...log import without_passwords
 from .beats import check_beats
 from .entries import check_entries
 from .finding import Finding, Read, of_locks
@@ -38,7 +39,7 @@ PARTS: Sequence[Check] = (
 
 
 def findings(schedule: Read, *, step: Callable[[], object] = lambda: None) -> Iterator[Finding]:
-    """Yield the findings of all parts, each as soon as it is known.
+    """Yield the findings of all parts, each as soon as it is known, without the passwords of the URLs that they quote.
 
     Args:
         schedule: nothing of it was read yet; later it has the error of the schedule's server.
@@ -46,7 +47,8 @@ def findings(schedule: Read, *, step: Callable[[], object] = lambda: None) -> It
     """
     found = set[Finding]()
     for check in PARTS:
-        for finding in _on_any_server(schedule.app, check, schedule):
+        for level, about, text in _on_any_server(schedule.app, check, schedule):
+            finding = Finding(level, without_passwords(about), without_passwords(text))
             if finding not in found:  # a finding of many parts is shown once
                 found.add(finding)
                 yield finding
