@@ -61,9 +61,10 @@ _ESCAPED = re.compile(r"\\u00")
 _WORD = re.compile(r"\S+")
 _IN_QUERY = re.compile(r"[?&]password=", re.IGNORECASE)
 
-#: The name of a value in JSON, in a repr, or in what is neither. A long or escaped one could be any name.
+#: The name of a value in JSON, in a repr, or in what is neither; the quotes may be escaped, in JSON within a string. A
+#: long or escaped one could be any name.
 _NAME = re.compile(
-    r"""(?P<quote>["'])(?:(?P<name>(?:[^"'\\]|\\.){1,200})(?P=quote)\s*:|(?P<long>(?:[^"'\\]|\\.){201}))"""
+    r"""(?P<quote>\\{0,9}["'])(?:(?P<name>(?:[^"'\\]|\\.){1,200}?)(?P=quote)\s*:|(?P<long>(?:[^"'\\]|\\.){201}))"""
     r"""|\b(?P<bare>\w+)["']?\s*[:=]""",
     re.DOTALL,
 )
@@ -100,8 +101,9 @@ def masked_arguments(task: str, args: Sequence[Any], app: Celery) -> list[Any]:
 def masked_text(text: str, app: Celery, *, task: str = "") -> str:
     """Return JSON or a repr with secret arguments masked, unchanged if there are none.
 
-    A string that cannot be parsed is cut off behind the first secret name, behind ``args``, which have no names, or
-    before the first password of a URL, or the first character that JSON has escaped by its number: it may be of a URL.
+    A string that cannot be parsed is cut off behind the first secret name, behind ``args``, which have no names, before
+    a string that is too long to be known as no name, or before the first password of a URL, or the first character that
+    JSON has escaped by its number: it may be of a URL.
 
     Args:
         task: name of the task whose positional arguments the string shows, if it shows such.
@@ -125,7 +127,8 @@ def masked_text(text: str, app: Celery, *, task: str = "") -> str:
             continue
     if task and any(_secret_positions(task, app, patterns, MOST_PARAMETERS)):
         return MASK
-    secret = next((found.end() for found in _NAME.finditer(text) if _may_be_secret(found, patterns)), len(text))
+    secrets = (found for found in _NAME.finditer(text) if _may_be_secret(found, patterns))
+    secret = next((found.start() if found["long"] else found.end() for found in secrets), len(text))
     escaped = found.start() if (found := _ESCAPED.search(text)) else len(text)
     first = min(secret, escaped, _password_of_url(text))
     return text if first == len(text) else f"{text[:first]} {MASK}…"
@@ -279,15 +282,16 @@ def _masked(value: Any, patterns: tuple[str, ...], app: Celery, task: str = "", 
         is_nested: whether it stands in another value: a call may be a signature then.
     """
     if isinstance(value, Mapping):
-        if is_nested and any(isinstance(name, str) and _password_of_url(name) < len(name) for name in value):
+        are_urls = {name for name in value if isinstance(name, str) and _password_of_url(name) < len(name)}
+        if are_urls and is_nested:
             return MASK
         name_of_task, args = value.get("task"), value.get("args")
         is_call = isinstance(name_of_task, str) and isinstance(args, list | tuple)
         own = OF_CALL if is_call else frozenset()
         task = name_of_task if isinstance(name_of_task, str) else task
         shown = {
-            name: MASK
-            if name not in own and _is_named(name, patterns)
+            MASK if name in are_urls else name: MASK
+            if name in are_urls or (name not in own and _is_named(name, patterns))
             else _in_text(each, patterns, app, task if name in {"args", "argsrepr"} else "")
             if name in IN_TEXT or (name == "options" and isinstance(each, str))
             else _masked(each, patterns, app, task if name == "options" else "")

@@ -577,7 +577,7 @@ def test_tools_say_what_a_locks_server_that_refuses_does(findings, cli, server, 
     (key,) = own_server.client().scan_iter("SINGLETONLOCK_*", _type="HASH")
     backend, task_id = backend_of(bench.app), own_server.client().hget(key, "id")
     backend.begin(Ref(key, task_id, 0, "n"), lease=30, remember_for=60, task="t", arguments="")
-    own_server.client().pexpire(key, 15_000)  # of 30 s: it seems abandoned
+    own_server.client().hincrby(key, "since", -60_000)  # and its worker has not renewed it since
     with refusing(own_server):
         if refusing is full:
             (holder,) = backend.acquire_many([Call(Ref("SINGLETONLOCK_{b}", "b"), "t", "", 60)])

@@ -256,3 +256,17 @@ def test_a_url_with_escapes_shows_no_password_in_broken_text(app, broken, url):
 
 def test_an_argument_that_is_json_with_escaped_slashes_shows_no_password(app):
     assert SECRET not in str(masked({"kwargs": {"body": r'{"dsn": "https:\/\/u:hunter2@h"}'}}, app))
+
+
+@pytest.mark.parametrize("more", ["", "x" * 300, 'a "quoted" text, ' * 30], ids=len)
+@pytest.mark.parametrize("levels", range(5))
+def test_a_secret_in_json_in_strings_is_not_in_broken_text(app, levels, more):
+    text: object = {"user": "ann", "more": more, "password": SECRET}
+    for _ in range(levels):
+        text = {"kwargs": json.dumps(text)}
+
+    assert SECRET not in masked_text(json.dumps(text)[:-1], app)
+
+
+def test_a_name_of_an_argument_that_is_a_url_is_masked(app):
+    assert SECRET not in masked_text(str({f"https://ann:{SECRET}@h": 1}), app)
