@@ -88,13 +88,15 @@ def test_a_secret_that_cannot_be_decoded_is_in_no_log_and_no_reason(
         {"options": {"queue": f"redis://:{SECRET}@h"}},
         {"options": {f"redis://:{SECRET}@h": 1}},
         {"policy": {"catch_up": f"redis://:{SECRET}@h"}},
+        {"policy": {"jitter": {"password": SECRET}}},
         {f"redis://:{SECRET}@h": 1},
     ],
     ids=str,
 )
 def test_the_reason_of_a_wrong_part_shows_no_secret(cli, bench, redis, no_worker_is_awaited, caplog, fields):
     definition = {"task": "t", "schedule": 60, **fields}
-    redis.hset("redbeat:n", "definition", json.dumps(definition))
+    policy = definition.pop("policy", {})
+    redis.hset("redbeat:n", mapping={"definition": json.dumps(definition), "policy": json.dumps(policy)})
     redis.zadd("redbeat::schedule", {"redbeat:n": 1})
 
     bench.tick()

@@ -144,7 +144,14 @@ def scalar(value: object) -> str:
 
 
 def shortened(value: object) -> str:
-    """Return a name or a value for an error: its repr, of which no more than the beginning if it is long."""
+    """Return a name or a value for an error: its repr, of which no more than the beginning if it is long.
+
+    The values of an object may be secret: they are not quoted.
+    """
+    if isinstance(value, dict) and value:
+        return "an object"
+    if isinstance(value, list) and any(isinstance(each, dict | list) for each in value):
+        return "a list of lists or objects"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"
 
