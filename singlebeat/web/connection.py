@@ -37,6 +37,10 @@ def most_at_once() -> int:
 class Connection(H11Protocol):
     """A connection that is closed if its client sends no whole request, or does not read the answer.
 
+    It is also closed after an answer that its client has not awaited before the next request: no browser does so, and
+    thousands of requests, sent in a second, would keep all others waiting for minutes. The client may send what was not
+    answered on a new connection (RFC 9112, section 9.3.2).
+
     Of too many connections, the oldest one whose client is awaited is closed. A new one that has sent nothing yet is
     the youngest of them, so that unfinished requests keep no one from the page.
     """
@@ -55,6 +59,12 @@ class Connection(H11Protocol):
         """End the checks."""
         super().connection_lost(exc)
         self._next_check.cancel()
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request, unless it was sent too early."""
+        if self.conn.trailing_data[0]:
+            self.transport.close()  # once what was answered is written
+        super().on_response_complete()
 
     def _awaited(self) -> tuple[object, ...] | None:
         """Return what the client has to send or to read, None if nothing; it differs if the client has got on."""

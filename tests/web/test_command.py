@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import resource
@@ -14,7 +15,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 import pytest
+from celery.schedules import schedule
 
+from singlebeat import Entry
 from singlebeat.web.security import hashed_token
 from tests.support import free_port, wait_until
 
@@ -157,14 +160,45 @@ def test_a_request_that_arrives_byte_by_byte_is_cut_off(serve):
         wait_until(lambda: _is_cut_off(client), timeout=30, what="the end of the connection")
 
 
-def test_a_client_that_reads_no_answer_is_cut_off(serve):
+def test_a_client_that_reads_no_answer_is_cut_off(serve, app):
+    """An answer that is longer than what the system keeps for both sides of a connection."""
+    for number in range(20):
+        Entry(f"e{number}", "t", schedule(60), kwargs={"text": "x" * 900_000}, app=app).save()
     port = serve(quick=True)
+    assert len(_get(port, "/api/changes")) > 16_000_000
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", port))
-        client.sendall(b"GET /static/htmx.min.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300)
+        client.sendall(b"GET /api/changes HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
         wait_until(lambda: _is_cut_off(client), timeout=30, what="the end of the connection")
+
+
+def test_of_requests_that_await_no_answer_the_first_is_answered_alone(serve):
+    port = serve()
+    with socket.create_connection(("127.0.0.1", port), 30) as client:
+        client.sendall(b"GET /static/page.css HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300)
+
+        assert _read_all(client).count(b"HTTP/1.1 ") <= 1  # which the end of the connection may overtake
+
+    with ExitStack() as stack:
+        for _ in range(300):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", port), 30))
+            with suppress(ConnectionError):
+                client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300)
+
+        assert "There is no entry yet" in _get(port)
+
+
+def test_a_connection_is_kept_for_requests_that_await_their_answers(serve):
+    connection = http.client.HTTPConnection("127.0.0.1", serve(), timeout=30)
+    connection.connect()
+    kept = connection.sock
+    for _ in range(3):
+        connection.request("GET", "/")
+        assert "There is no entry yet" in connection.getresponse().read().decode()
+        assert connection.sock is kept
+    connection.close()
 
 
 def test_an_answer_that_takes_long_is_not_cut_off(serve):
