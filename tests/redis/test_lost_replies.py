@@ -528,6 +528,32 @@ def test_a_deleted_entry_was_there_though_the_reply_is_lost(bench, proxy):
     assert proxy.lost == 1
 
 
+@pytest.mark.parametrize("is_raw", [True, False])
+def test_a_deletion_that_is_repeated_spares_what_another_has_added(bench, proxy, redis, cli, app, is_raw):
+    bench.schedule.upsert("e", PLAIN, 60)
+    if is_raw:
+        redis.hdel("redbeat:e", "written")
+    proxy.meanwhile = lambda: Schedule(app).upsert("e", PLAIN, 77)
+    proxy.lose_reply_of(beat_script("delete"))
+
+    said = cli("delete", "e", app=bench.app, code=1).output
+
+    assert proxy.lost == 1
+    assert "another process has changed the entry 'e': read it again" in said
+    assert Schedule(app).get("e").schedule.run_every.total_seconds() == 77
+
+
+def test_a_deletion_follows_a_change_at_the_same_time(bench, proxy, redis, app):
+    """The entry is changed while it is read, before the deletion."""
+    bench.schedule.upsert("e", PLAIN, 60)
+    proxy.meanwhile = lambda: Schedule(app).pause("e")
+    proxy.lose_next_reply(b"ZMSCORE")
+
+    assert bench.schedule.delete("e") is True
+    assert proxy.lost == 1
+    assert redis.exists("redbeat:e") == 0
+
+
 def test_a_term_was_ended_though_the_reply_is_lost(bench, redis, proxy):
     bench.tick()
     redis.zadd(STANDBYS, {'{"host": "another", "pid": "1", "since": ""}': (time.time() + 60) * 1000})

@@ -385,6 +385,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         keys, self.version, client = Keys.of(self.app), None, schedule_client(self.app)
         key = keys.named(self.name)
         touched = [keys.schedule, keys.pending, keys.quarantine, keys.owners, keys.parked(self.name), keys.changes, key]
+        last = None  #: the id of the call that had stored the entry, as it was read before
         for _ in range(ATTEMPTS):
             # Checked first: the client repeats the deletion if its reply is lost, and then finds nothing.
             fields = read_fields(client, [key], "written")[0]
@@ -394,6 +395,10 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
                 keys.check_other(self.name)
             elif found is not None and found != stored[:2]:
                 break
+            written = stored[2].split()
+            if last is not None and last not in written:  # deleted, perhaps by us, and stored anew by another process
+                break
+            last = written[0] if written else ""
             scores = client.zmscore(keys.schedule, [self.key, self.name])
             removed = DELETE(client, touched, (self.name, *author, packed(stored)))
             if removed >= 0:
