@@ -18,13 +18,14 @@ from ..beat.calendar.zone import app_zone
 from ..beat.decide import claim_for
 from ..beat.delivery import listed
 from ..beat.entries.author import Author
-from ..beat.entries.definition import MOST_NESTED
+from ..beat.entries.definition import MOST_NESTED, Meta
 from ..beat.entries.entry import Entry
 from ..beat.entries.fields import BATCH
 from ..beat.entries.save import save_entries
 from ..beat.entries.statics import Statics
 from ..beat.entries.timetable import EPOCH
 from ..beat.keys import Keys
+from ..beat.leadership.clock_guard import LONGEST_STEP_BACK
 from ..beat.schedule import Schedule
 from ..beat.server_time import server_now
 from ..beat.status import ScheduleStatus, counted
@@ -118,7 +119,8 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], from_now: bool, dry_run
     An entry of the same name is replaced. It stays paused if it is, and keeps its past unless the file has a later run:
     so you may import a later dump once more. An enabled task of one run runs again if it was changed in Django after
     its run here, and has not run there. A new entry gets the past from the file: beat makes up by one run for the times
-    that have passed since. Use --from-now if they may have run since the export, as on a server that has lost them.
+    that have passed since. Use --from-now if they may have run since the export, as on a server that has lost them. A
+    past that lies more than 3 hours ahead is of a wrong clock: the entry counts from now, and is named.
 
     An entry that cannot be stored, such as one with an unknown field, is named. The others are stored, and the exit
     code is 1. RedBeat's entries need no import: singlebeat uses them in place.
@@ -132,11 +134,17 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], from_now: bool, dry_run
         fail(f"{source} is no JSON array of objects: neither of export nor of dumpdata", UNANSWERED)
     named = list(rows_of(rows, app_zone(app)) if is_dump(rows) else _ours(rows))
     stored, problems, seen, catch_up = list[str](), dict[str, str](), set[str](), list[str]()
+    warnings = dict[str, str]()
     client, now = schedule_client(app), server_now(schedule_client(app), Schedule(app).keys.schedule)
     with progress("entries", len(named), quiet=as_json) as step:
         for at in range(0, len(named), BATCH):
             batch = named[at : at + BATCH]
             read = _read(app, batch, problems, seen, now)
+            ahead = {name: entry for name, entry in read.items() if _is_ahead(entry, now)}
+            for name, entry in ahead.items():
+                read[name] = entry.with_past(Meta(None, entry.meta.total_run_count, now))
+            for name in Statics(app, client).missing([*ahead]):  # others keep their past
+                warnings[name] = "its past in the file lies ahead of the server's clock: it counts from now"
             if from_now:
                 read = {name: entry.letting_pass(now) for name, entry in read.items()}
             late = [name for name, entry in read.items() if _runs_at_once(app, entry, now)]
@@ -147,7 +155,7 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], from_now: bool, dry_run
             catch_up.extend(name for name in late if name not in failed)
             step(len(batch))
     if as_json:
-        show_json({"stored": stored, "catch_up": catch_up, "problems": problems})
+        show_json({"stored": stored, "catch_up": catch_up, "problems": problems, "warnings": warnings})
     else:
         click.echo(f"{'can be stored' if dry_run else 'stored'}: {len(stored)} of {len(named)}")
         if catch_up:
@@ -158,7 +166,13 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], from_now: bool, dry_run
                 marked(f"{text}. {also}{'' if dry_run else ' (try it with --dry-run first)'}", "warning"), err=True
             )
         _name(problems)
+        _name(warnings, "warning")
     raise SystemExit(1 if problems else 0)
+
+
+def _is_ahead(entry: Entry, now: datetime) -> bool:
+    """Return whether the past of an entry comes from a wrong clock, which must not silence it."""
+    return entry.meta.counts_from is not None and entry.meta.counts_from > now + LONGEST_STEP_BACK
 
 
 def _runs_at_once(app: Celery, entry: Entry, now: datetime) -> bool:

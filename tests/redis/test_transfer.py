@@ -482,6 +482,27 @@ def test_a_later_dump_brings_the_runs_since_the_first(cli, app, redis, bench, fi
     assert redis.zscore("redbeat::schedule", "redbeat:e") == (now + timedelta(minutes=59)).timestamp()
 
 
+@pytest.mark.parametrize("ahead", ["9999-12-31T23:59:59Z", "2131-01-01T00:00:00Z"])
+@pytest.mark.parametrize("is_dump", [True, False])
+def test_a_past_of_a_wrong_clock_silences_no_imported_entry(cli, app, redis, bench, ahead, is_dump):
+    times = row("intervalschedule", 1, every=1, period="hours")
+    task = {"task": TASK, "interval": 1, "args": '["x"]', "last_run_at": ahead, "total_run_count": 3}
+    rows = [times, row("periodictask", 1, name="e", **task)]
+    if not is_dump:
+        Entry("e", TASK, schedule(3600), args=["x"], app=app).save()
+        (exported_row,) = exported(cli)
+        Schedule(app).delete("e")
+        rows = [{**exported_row, "meta": {"last_run_at": ahead, "total_run_count": 3}}]
+
+    told = cli("import", "-", stdin=json.dumps(rows)).output
+
+    assert "e: its past in the file lies ahead of the server's clock: it counts from now" in told
+    meta = Schedule(app).get("e").meta
+    assert (meta.last_run_at, meta.total_run_count) == (None, 3)
+    assert redis.zscore("redbeat::schedule", "redbeat:e") == pytest.approx(time.time() + 3600, abs=60)
+    assert "late place" not in cli("list").output
+
+
 def test_a_repeated_import_keeps_an_overdue_clocked_entry_due(cli, app, redis, bench):
     """A row without a past says nothing about runs."""
     instant = datetime.now(UTC) - timedelta(hours=1)
