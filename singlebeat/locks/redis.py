@@ -277,7 +277,7 @@ class RedisBackend(BaseBackend):
 
     def announce(self, worker: str, *, ttl: float) -> None:
         """Record that a worker is alive that releases the locks of its tasks."""
-        with self._reaching():
+        with self._reaching(WORKERS_KEY):
             seconds, _ = self.redis.time()
             with self.redis.pipeline(transaction=False) as pipe:
                 pipe.zadd(WORKERS_KEY, {worker: seconds})
@@ -290,18 +290,18 @@ class RedisBackend(BaseBackend):
 
     def workers_seen(self) -> bool:
         """Return whether such a worker was seen recently."""
-        with self._reaching():
+        with self._reaching(WORKERS_KEY):
             return bool(self.redis.exists(WORKERS_KEY))
 
     def retire(self, worker: str) -> None:
         """Record that a worker lives and takes no further messages; it still counts as seen."""
-        with self._reaching():
+        with self._reaching(WORKERS_KEY):
             seconds, _ = self.redis.time()
             self.redis.zadd(WORKERS_KEY, {worker: seconds - RETIRED}, xx=True)
 
     def workers(self) -> Mapping[str, float]:
         """Return the workers that were announced recently, and the seconds since then."""
-        with self._reaching():
+        with self._reaching(WORKERS_KEY):
             now, _ = self.redis.time()
             seen: list[tuple[str, float]] = self.redis.zrange(WORKERS_KEY, 0, -1, withscores=True)
             return {worker: max(0.0, now - at) for worker, at in seen}
@@ -428,20 +428,29 @@ class RedisBackend(BaseBackend):
             raise errors[0]
         return [replies[index] for index in range(len(refs))]
 
-    def _reaching(self) -> _Reaching:
-        return _Reaching(self.url)
+    def _reaching(self, zset: str = "") -> _Reaching:
+        return _Reaching(self.url, zset)
 
 
 class _Reaching:
-    """A context that converts the client's errors to LockBackendErrors, which name the server without its password."""
+    """A context that converts the client's errors to LockBackendErrors, which name the server without its password.
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    Args:
+        zset: the key of the calls, if it is one that another program may have spoilt for all locks; else empty.
+    """
+
+    def __init__(self, url: str, zset: str) -> None:
+        self.url, self.zset = url, zset
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
+        if isinstance(exc, RedisError) and self.zset and "WRONGTYPE" in str(exc):
+            raise UnusableLockError(
+                f"the locks' server {masked(self.url)}: the key {self.zset} is no sorted set: another program has "
+                f"written there. Stop that program, and remove the key, so that workers make it again: DEL {self.zset}"
+            ) from exc
         if isinstance(exc, RedisError):
             raise LockBackendError(
                 f"the locks' server {masked(self.url)} {what_it_does(exc)}: {with_advice(exc)}"

@@ -106,7 +106,7 @@ class Renewer:
         self._gate_closed_until = 0.0
         self._denied = set[str]()  #: the keys of locks that the server denies to this user, once that is logged
         self._started = self._is_retired = False
-        self._is_unannounced = False  #: the locks' server denies the announcement to this user
+        self._is_unannounced = False  #: it may not announce itself, or another program has spoilt the key
         self.timer: Timer = None  #: of the worker's event loop, where messages may be acknowledged; None without worker
         self.failing = False  #: whether the locks' server is unreachable or refuses, and no retry has succeeded yet
 
@@ -315,7 +315,7 @@ class Renewer:
             elif self.name:
                 self.backend.announce(self.name, ttl=ANNOUNCED_FOR)
         except LockBackendError as exc:
-            if not is_denied(exc):
+            if not (is_denied(exc) or isinstance(exc, UnusableLockError)):
                 raise
             if not self._is_unannounced:  # locks are renewed all the same
                 text = "this worker is not announced: others may take it for one without singlebeat"

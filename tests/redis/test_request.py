@@ -619,6 +619,27 @@ def test_a_worker_that_may_not_announce_itself_renews_its_locks(app, deliver, se
     assert "event=not_renewed" not in caplog.text
 
 
+def test_a_spoilt_key_of_the_workers_is_named_and_locks_are_renewed(app, deliver, redis, caplog, findings):
+    redis.set("singlebeat:workers", "of another program")
+    run, renewer = deliver(task_of(app), ["a"]), renewer_of(app)
+    backend_of(app).begin(run.ticket.run, lease=1, remember_for=60, task="app.task", arguments="")
+    run.time_start, renewer.name = time.time(), "host:1"
+    renewer._renew(renewer._living())
+    renewer._announce()
+    assert redis.pttl(run.ticket.key) > 1000
+
+    told = [text for level, text in findings("locks") if level == "problem"]
+    remedy = (
+        "the key singlebeat:workers is no sorted set: another program has written there. Stop that program, and remove"
+    )
+    assert any(remedy in text for text in told)
+    assert f"{remedy} the key" in caplog.text
+    assert "event=not_announced" in caplog.text
+    redis.delete("singlebeat:workers")
+    renewer._announce()
+    assert redis.zcard("singlebeat:workers") == 1
+
+
 @pytest.mark.parametrize("ran", ["", "with its lock", "and lost its lock"])
 @pytest.mark.parametrize("cut", ["time limit", "soft time limit", "killed"])
 def test_a_call_that_was_cut_short_while_it_waited_runs_and_no_other_does(app, deliver, monkeypatch, cut, ran):
