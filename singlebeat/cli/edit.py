@@ -389,6 +389,9 @@ def trigger_(app: Celery, as_json: bool, name: str, overlap: str | None, timeout
         waits = f"{state.why_leaderless}. The run is sent once a beat leads"
     elif not state.works:
         waits = f"{state.problem()}: the run is sent when a beat is started"
+    if name in state.quarantine:
+        explain = f"celery singlebeat explain {shlex.quote(name)}"
+        waits = f"it is quarantined, and the run is sent once that is over ({explain})"
     text = f"{name}: requested, task {task_id}{waits and '; '}{waits}"
     done(as_json, text, name=name, task_id=task_id)
 

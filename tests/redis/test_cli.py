@@ -1403,3 +1403,15 @@ def test_doctor_names_an_entry_whose_runs_pile_up(bench, findings, no_worker_is_
     text = "its last 12 runs wait for their turn, and none of them has ended"
     found = [level for level, each in findings("entry e", app=bench.app) if each.startswith(text)]
     assert found == ([] if ended else ["warning"])
+
+
+def test_a_triggered_run_of_a_quarantined_entry_is_said_to_wait(cli, put, lead, redis, no_worker_is_awaited):
+    """It can be read here, and the leader refuses it, as by its allow-list."""
+    put("e")
+    redis.hset("redbeat::quarantine", "redbeat:e", json.dumps({"reason": "forbidden", "since": "today"}))
+
+    told = cli("trigger", "e").output
+
+    assert "; it is quarantined, and the run is sent once that is over (celery singlebeat explain e)" in told
+    assert "claimed and not confirmed, as task " in (explained := cli("explain", "e").output)
+    assert ": beat sends it once the entry is usable." in explained
