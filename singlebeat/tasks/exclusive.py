@@ -187,7 +187,8 @@ class Exclusive:
         """Return a function that runs under the lock, or returns None without a run if the lock is held.
 
         Raises:
-            TypeError: the function cannot be guarded; the message says why.
+            TypeError: the function cannot be guarded; the message says why. A call raises it, too, if only the result
+                shows that.
         """
         _check_is_plain(function)
         signature = inspect.signature(function)
@@ -200,7 +201,7 @@ class Exclusive:
             bound.apply_defaults()
             with exclusive(_key_of(self.key, bound), app=self._app, lease=self._lease) as lock:
                 if lock:
-                    return function(*args, **kwargs)
+                    return _checked(function(*args, **kwargs), function)
             log.info(
                 "%(function)s is skipped",
                 event="duplicate",
@@ -224,10 +225,23 @@ def _check_is_plain(function: Callable[..., object]) -> None:
         raise TypeError(f"@exclusive goes below @app.task, next to the function of {function.name}")
     for one in (function, getattr(function, "__call__", None)):  # noqa: B004 - an object may have an async one
         if inspect.iscoroutinefunction(one) or inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one):
-            raise TypeError(
-                f"exclusive cannot guard {function!r}: it returns before its body runs, so the lock would be "
-                "free by then; write `with exclusive(...)` inside of it"
-            )
+            raise _returns_early(function)
+
+
+def _checked(result: R, function: Callable[..., object]) -> R:
+    """Return the result of a function, unless its body has yet to run: its decorator may have hidden what it is."""
+    if inspect.iscoroutine(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+        if not inspect.isasyncgen(result):
+            result.close()  # else Python warns of a coroutine that was never awaited
+        raise _returns_early(function)
+    return result
+
+
+def _returns_early(function: Callable[..., object]) -> TypeError:
+    return TypeError(
+        f"exclusive cannot guard {function!r}: it returns before its body runs, so the lock would be free by then; "
+        "write `with exclusive(...)` inside of it"
+    )
 
 
 def _check_names(key: str, signature: inspect.Signature, function: Callable[..., object]) -> None:

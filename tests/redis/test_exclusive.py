@@ -606,6 +606,21 @@ def test_a_function_that_returns_before_its_body_runs_is_refused(exclusive, func
         exclusive("a")(function)
 
 
+@pytest.mark.parametrize("function", [coroutine, generator, async_generator])
+@pytest.mark.filterwarnings("error")
+def test_a_call_that_returns_before_its_body_runs_is_refused(exclusive, redis, function):
+    """Another decorator hides what it is."""
+
+    @exclusive("a")
+    @functools.wraps(function)
+    def guarded():
+        return function()
+
+    with pytest.raises(TypeError, match="the lock would be free"):
+        guarded()
+    assert redis.exists(lock_of("a")) == 0
+
+
 def test_a_task_is_refused_because_it_would_not_be_one_any_more(exclusive, app):
     with pytest.raises(TypeError, match=r"below @app\.task"):
 

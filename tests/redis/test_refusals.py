@@ -959,6 +959,7 @@ def test_beats_that_share_the_work_are_healthy_in_every_tool(findings, probe, cl
     ((level, text),) = findings("beat", app=shared.app)
     assert level == "warning"
     assert f"1 beats share the work: {socket.gethostname()} (pid {os.getpid()}, since 20" in text
+    shared.tick()
     assert (
         f"beats       1\n  {socket.gethostname()}, pid {os.getpid()}, since 20" in cli("status", app=shared.app).output
     )
