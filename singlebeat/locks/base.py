@@ -190,6 +190,15 @@ def _count(value: Any) -> int:
         return 0
 
 
+def _pause(value: Any, generation: int) -> float:
+    """Return the pause in a header, in seconds; 0 if it is another generation's."""
+    try:
+        of, seconds = value
+        return min(max(0.0, float(seconds)), LONGEST_WAIT) if of == generation else 0.0
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """The identity under which a message holds a lock: key, task id, generation, and the delivery that runs."""
@@ -212,6 +221,7 @@ class Ticket:
     replaceable: bool = False  #: newer calls take its place while it has not started
     waited: int = 0  #: how often the message has waited, counted up to ``MOST_WAITS``
     waits_since: float = 0.0  #: since when it waits by the locks' server, in seconds since 1970; 0 if unknown
+    pause: float = 0.0  #: seconds from when it was sent again to its ETA; 0 if it was not, and its ETA is a caller's
     rejections: int = 0  #: how often it came back after a worker's rejection; part of the generation
     generation: float = 0
     nonce: str = ""
@@ -229,6 +239,7 @@ class Ticket:
         if not isinstance(header, Mapping) or not header.get("key") or header.get("id") != task_id:
             return None
         rejections = max(0, _count(header.get("rejections"))) + (0 if delivered else _rejections(headers))
+        its_own = generation(headers, rejections=rejections)
         ticket = cls(
             task_id=str(task_id),
             key=str(header["key"]),
@@ -238,8 +249,9 @@ class Ticket:
             replaceable=bool(header.get("replaceable")),
             waited=max(0, min(_count(header.get("waited")), MOST_WAITS)),
             waits_since=max(0, min(_count(header.get("waits_since")), LATEST_MS)) / 1000,
+            pause=_pause(header.get("pause"), math.floor(its_own)),
             rejections=rejections,
-            generation=generation(headers, rejections=rejections),
+            generation=its_own,
             nonce=str(header.get("nonce") or ""),
             serializer=str(header.get("serializer") or "") if delivered else "",
         )
@@ -256,6 +268,8 @@ class Ticket:
         header |= {"waits": self.waits, "joinable": self.joinable, "replaceable": self.replaceable}
         header |= {"waited": self.waited, "rejections": self.rejections}
         header["waits_since"] = round(self.waits_since * 1000)
+        # A retry of a plain task has this header, too, and an ETA of its own.
+        header["pause"] = self.pause and [math.floor(self.generation), self.pause]
         header = {name: value for name, value in header.items() if value}
         return header if self.queued == self.key else {**header, "queued": self.queued}
 
@@ -286,6 +300,7 @@ class Ticket:
             waits=True,
             waited=0,
             waits_since=0.0,
+            pause=0.0,
             rejections=0,
             generation=generation,
         )

@@ -457,14 +457,16 @@ def _try_to_send_again(task: Task, request: Context, ticket: Ticket, countdown: 
 def _send_again(
     task: Task, request: Context, ticket: Ticket, countdown: float, *, sender: ConfirmingSender | None
 ) -> None:
-    headers = {**without_deaths(request.headers), HEADER: ticket.undelivered.header()}
+    countdown = _sendable(task.app, countdown)
+    again = replace(ticket.undelivered, pause=countdown)
+    headers = {**without_deaths(request.headers), HEADER: again.header()}
     headers["parent_id"] = request.parent_id  # in place of Celery's: it would take this run for the parent
     shown = {name: request.get(name) for name in ("argsrepr", "kwargsrepr")}  # else Celery would show all arguments
     encoding = {"serializer": ticket.serializer, "compression": request.get("compression")}
     encoding = {name: value for name, value in encoding.items() if value}  # else the options of the task apply
     signature = task.signature_from_request(
         request,
-        countdown=_sendable(task.app, countdown),
+        countdown=countdown,
         retries=request.retries,
         headers=headers,
         **shown,

@@ -68,7 +68,7 @@ class _End(NamedTuple):
     due: float  #: when its locks are to be freed, in seconds of the monotonic clock
     ticket: Ticket
     ran: bool  #: its run is over, and is remembered
-    task: str = ""  #: the name of its task if its run has held the lock, whose loss would be logged; else empty
+    task: str = ""  #: the name of its task if a loss of the lock is to be logged; else empty
 
 
 class _Handover(NamedTuple):
@@ -144,7 +144,7 @@ class Renewer:
         """Free the locks of a request that is over, after a delay in seconds if its body may still be running."""
         self._requests.pop(id(request), None)
         if request.ticket is not None:
-            task = request.name if request.take_seen_running() else ""
+            task = request.name if request.tells_loss(is_over=True) else ""
             self.finish_ticket(request.ticket, after=after, ran=request.has_run, task=task)
 
     def finish_ticket(self, ticket: Ticket, *, after: float = 0.0, ran: bool = False, task: str = "") -> None:
@@ -291,7 +291,7 @@ class Renewer:
         self._left_out = [*self._left_out, *again][-MOST_DENIED:]
         for end in over:
             if end.task and end.ticket.run in lost:
-                said = "%(task)s[%(id)s] has ended without its lock: it was lost before"
+                said = "%(task)s[%(id)s] has ended without its lock: it was lost before, or never taken"
                 self._report_loss(end.task, end.ticket.run, said)
 
     def _rotate_one(self, handover: _Handover, _: Sequence[Ref]) -> None:
@@ -386,10 +386,10 @@ class Renewer:
                 with suppress(UnusableLockError):  # logged by the process that started the run
                     self._begin(request, ref)  # the run started while the server was unreachable
             elif renewal is Renewal.RUNNING:
-                request.seen_running = request.has_begun = True
+                request.has_begun = True
             elif renewal is Renewal.OVER:
                 self._requests.pop(id(request), None)
-            elif renewal is Renewal.LOST and request.take_seen_running():
+            elif renewal is Renewal.LOST and request.tells_loss(is_over=False):
                 self._requests.pop(id(request), None)
                 self._report_loss(
                     request.name, ref, "%(task)s[%(id)s] runs on without its lock, or has just ended: it was lost"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -168,8 +168,6 @@ class Request(celery_request.Request):  # type: ignore[misc]
     """A delivery of a message to this worker, in its main process; works as in Celery if the message has no ticket."""
 
     ticket: Ticket | None = None
-    #: Whether the renewer has seen that the lock is held by the run of this delivery, and its loss is not yet logged.
-    seen_running = False
     #: Whether the end of the run was recorded: Celery reports a hard time limit twice.
     end_told = False
     #: Whether the pool has got the request. The pool then starts it even if it is revoked from now on.
@@ -184,15 +182,19 @@ class Request(celery_request.Request):  # type: ignore[misc]
     _over = False
     _cancelled = False
     _cut_short = False
+    _refused = False
     #: The renewer has seen that this delivery holds its lock.
     has_begun = False
+    _eta: datetime | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._loss_is_untold = True
         self.ticket = self._ticket()
         if self.ticket is not None:
             # The nonce goes with the request to the process that runs the task: both processes can name this run.
             self.request_dict[HEADER] = self.ticket.header()
+            self._shorten_pause(self.ticket, datetime.now(UTC))
             renewer_of(self.app).track(self)
 
     def _ticket(self) -> Ticket | None:
@@ -212,6 +214,11 @@ class Request(celery_request.Request):  # type: ignore[misc]
             self._log_unlocked(safe_repr(exc))
             return None
         return ticket.delivered(uuid(), serializer=registry.type_to_name.get(self.content_type, ""))
+
+    def _shorten_pause(self, ticket: Ticket, now: datetime) -> None:
+        """Let a message that waits for its turn ask again in time, though the clock of its sender may be ahead."""
+        if ticket.pause and self._eta is not None:
+            self._eta = min(self._eta, now + timedelta(seconds=ticket.pause))
 
     @property
     def _has_own_gate(self) -> bool:
@@ -237,9 +244,14 @@ class Request(celery_request.Request):  # type: ignore[misc]
         """
         return self.time_start is not None and (self.has_begun or not self._cut_short)
 
-    def take_seen_running(self) -> bool:
-        """Return whether the loss of the lock is to be logged; of several callers, in any threads, one gets True."""
-        return bool(self.__dict__.pop("seen_running", False))
+    def tells_loss(self, *, is_over: bool) -> bool:
+        """Return whether a loss of the lock is to be logged; of several callers, in any threads, one gets True.
+
+        Args:
+            is_over: the run is over. Until then, it may not hold the lock yet.
+        """
+        has_held = self.has_begun or (is_over and self.has_run and not self._refused)
+        return has_held and bool(self.__dict__.pop("_loss_is_untold", False))
 
     def renewed(self) -> Sequence[Ref]:
         """Return the locks to renew; of a queued message with an expiry, only its turn."""
@@ -418,6 +430,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
                 outcome = RESULT_NOT_STORED
             record_end(self, outcome, exc)
         self._cut_short |= isinstance(exc, CUT_SHORT_BY)
+        self._refused |= isinstance(exc, Refused)
         self._past_limit |= isinstance(exc, celery_request.TimeLimitExceeded) and self.ticket is not None
         try:
             return super().on_failure(exc_info, send_failed_event, return_ok)

@@ -1820,12 +1820,30 @@ TICKET = Ticket("a", LOCK, LOCK)
         TICKET.delivered("n1"),
         Ticket("a", LOCK),
         Ticket("a", LOCK, f"{LOCK}:next", waits=True, waited=3, nonce="n1"),
+        Ticket("a", LOCK, waits=True, pause=0.25),
     ],
 )
 def test_a_ticket_comes_back_from_its_own_header(ticket):
     header = json.loads(json.dumps(ticket.header()))
 
     assert Ticket.of_message({"singlebeat_lock": header, "retries": 0}, "a") == ticket
+
+
+def test_a_retry_does_not_have_the_pause_of_the_message_before_it():
+    header = Ticket("a", LOCK, waits=True, generation=1, pause=2.0).header()
+
+    pauses = [Ticket.of_message({"singlebeat_lock": header, "retries": n}, "a").pause for n in range(3)]
+
+    assert pauses == [0.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("pause", [7, "x", [0], [0, "x"], [0, None], [0, float("nan")], [0, -1], {}, ["0", 1], [[], 1]])
+def test_a_pause_that_cannot_be_read_is_none(pause):
+    assert Ticket.of_message({"singlebeat_lock": {**TICKET.header(), "pause": pause}}, "a").pause == 0
+
+
+def test_no_message_pauses_for_longer_than_any_pause_lasts():
+    assert Ticket.of_message({"singlebeat_lock": {**TICKET.header(), "pause": [0, float("inf")]}}, "a").pause == 5
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,34 @@ def test_a_message_that_waits_for_its_turn_is_encoded_as_it_was(app, deliver, ow
     assert set(again.request_dict[HEADER]) == set(first.request_dict[HEADER])
 
 
+def test_a_message_waits_no_longer_than_it_should_though_clocks_differ(app, deliver):
+    """Its sender's clock is ten minutes ahead of this worker's. Other times are those of callers."""
+    task, ahead = task_of(app, overlap="buffer_all"), datetime.now(UTC) + timedelta(minutes=10)
+
+    def eta_of(ticket: Ticket, **headers: Any) -> float:
+        shown = {HEADER: ticket.header(), "eta": ahead.isoformat(), **headers}
+        return (deliver(task, ["a"], id="a", **shown).eta - datetime.now(UTC)).total_seconds()
+
+    waits = Ticket("a", "SINGLETONLOCK_a", waits=True)
+    assert eta_of(replace(waits, pause=2.0)) <= 2
+    assert eta_of(waits) > 500
+    assert eta_of(replace(waits, pause=2.0), retries=1) > 500
+
+
+def test_a_message_that_is_sent_again_says_how_long_it_waits(app, deliver):
+    task = task_of(app, overlap="buffer_all")
+    other = Ref(task.generate_lock(task.name, ["a"]), "other", nonce="n")
+    backend_of(app).begin(other, lease=60, remember_for=60, task=task.name, arguments="")
+    task.delay("a")
+
+    started(deliver(task))
+    again = deliver(task)
+
+    assert again.ticket.pause > 0
+    assert again.eta <= datetime.now(UTC) + timedelta(seconds=again.ticket.pause)
+    assert again.ticket.successor().pause == 0
+
+
 @pytest.mark.parametrize("parent", [None, "p"])
 def test_a_message_that_waits_for_its_turn_keeps_its_parent(app, deliver, parent):
     """A sender that is no task gives it none: Celery would take the message itself for its parent."""
@@ -1403,10 +1431,11 @@ def test_a_run_sent_by_name_excludes_calls_if_its_lock_outlives_the_start(app, d
 # ---------------------------------------------------------------- a run that has lost its lock
 
 
-def steal(app: Celery, redis: Any, request: Request, thief: str) -> None:
+def steal(app: Celery, redis: Any, request: Request, thief: str, *, renewed: bool = True) -> None:
     """End the lock of a run, and maybe let another call or delivery acquire it, before the renewer notices."""
     run = request.ticket.run
-    renewer_of(app)._renew([request])
+    if renewed:
+        renewer_of(app)._renew([request])
     redis.delete(run.key)
     if thief:
         of_another = {"id": Ref(run.key, "other", nonce="m"), "delivery": replace(run, nonce="m")}[thief]
@@ -1414,9 +1443,10 @@ def steal(app: Celery, redis: Any, request: Request, thief: str) -> None:
 
 
 @pytest.mark.parametrize("thief", ["", "id", "delivery"])
+@pytest.mark.parametrize("renewed", [False, True])
 @pytest.mark.parametrize("renewed_late", [False, True])
 @pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
-def test_a_run_that_ends_without_its_lock_says_so_once(app, deliver, redis, caplog, base, renewed_late, thief):
+def test_a_run_that_ends_without_its_lock_says_so_once(app, deliver, redis, caplog, base, renewed_late, renewed, thief):
     """Its worker was stopped for longer than the lease, and its body ends just after that."""
     task, task_id, told = app.task(same, name="app.task", base=base, shared=False), uuid(), []
     renewer_of(app)._started = True  # the test is its thread
@@ -1424,7 +1454,7 @@ def test_a_run_that_ends_without_its_lock_says_so_once(app, deliver, redis, capl
     request.time_start = time.monotonic()
     run = request.ticket.run
     backend_of(app).begin(run, lease=60, remember_for=60, task=task.name, arguments="")
-    steal(app, redis, request, thief)
+    steal(app, redis, request, thief, renewed=renewed)
 
     with connected(signals.lock_lost, lambda sender, ref, **_: told.append((sender, ref))):
         if base is not None:  # the process of the run frees its lock first
@@ -1535,7 +1565,7 @@ def test_a_child_frees_the_lock_of_a_plain_run_that_is_over(begun, app, redis, c
     assert backend_of(app).get(run.key) == (None if frees else request.id)
     if frees:
         assert backend_of(app).renew_many([run], lease=60) == [Renewal.OVER]
-        request.seen_running = True
+        request.has_begun = True
         request.on_accepted(1, time.monotonic())
         request.on_success((False, "a", 0.1))
         renewer_of(app).flush()
