@@ -24,7 +24,7 @@ from ..locks import delay_of, time_to_start
 from ..locks.acquire import note, note_of_broker, unlocked_ticket
 from ..locks.base import HEADER, Ref, Ticket, entry_of
 from ..locks.key import check_sendable, readable
-from ..locks.modes import overlap_for
+from ..locks.modes import LockMode, overlap_for
 from ..log import Log
 from ..run_results import RESULT_NOT_STORED, is_result_lost, outcome_of, record_end
 from .gate import Blocked, Postponed, Refused, Unsent, admit, postpone_unlocked, turn_ttl
@@ -250,6 +250,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
         Args:
             is_over: the run is over. Until then, it may not hold the lock yet.
         """
+        if getattr(self.task, "lock", None) == LockMode.UNTIL_EXPIRED:  # it ends by time alone
+            return False
         has_held = self.has_begun or (is_over and self.has_run and not self._refused)
         return has_held and bool(self.__dict__.pop("_loss_is_untold", False))
 

@@ -42,6 +42,7 @@ from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.key import behind_key, done_key, turn_key
 from singlebeat.locks.memory import MemoryBackend
+from singlebeat.locks.modes import LockMode
 from singlebeat.run_results import MESSAGE_LOST, RAN_ELSEWHERE, flush_ends
 from singlebeat.server_errors import is_denied
 from singlebeat.tasks.gate import Postponed, Refused, Unsent, postpone
@@ -1467,6 +1468,42 @@ def test_a_run_that_ends_without_its_lock_says_so_once(app, deliver, redis, capl
 
     assert told == [(task.name, run)]
     assert caplog.text.count("event=lock_lost") == 1
+
+
+@pytest.mark.parametrize("lock", [each for each in LockMode if each is not LockMode.UNTIL_EXECUTED])
+def test_no_run_has_lost_a_lock_that_is_not_bound_to_its_end(app, deliver, redis, caplog, lock):
+    expiry = {"lock_expiry": 60} if lock is LockMode.UNTIL_EXPIRED else {}
+
+    def body(user: Any) -> None:
+        if expiry:  # which is over
+            redis.delete(*redis.keys("SINGLETONLOCK_*"))
+
+    task = app.task(body, name="app.task", base=Singleton, shared=False, lock=str(lock), **expiry)
+    task.delay("a")
+    renewer_of(app)._started = True  # the test is its thread
+
+    started(deliver(task))
+    renewer_of(app)._work_off()
+
+    assert redis.keys("SINGLETONLOCK_*[^e]") == []
+    assert "lock_lost" not in caplog.text
+
+
+def test_a_run_that_was_refused_has_lost_no_lock(app, deliver, redis, caplog):
+    caplog.set_level("INFO")
+    task = task_of(app)
+    task.delay("a")
+    renewer_of(app)._started = True  # the test is its thread
+    request = deliver(task)
+    redis.delete(request.ticket.key)
+    other = Ref(request.ticket.key, "other", nonce="n")
+    backend_of(app).begin(other, lease=60, remember_for=60, task=task.name, arguments="")
+
+    started(request)
+    renewer_of(app)._work_off()
+
+    assert "event=duplicate" in caplog.text
+    assert "lock_lost" not in caplog.text
 
 
 @pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
