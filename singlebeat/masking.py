@@ -61,13 +61,17 @@ _ESCAPED = re.compile(r"\\u00")
 _WORD = re.compile(r"\S+")
 _IN_QUERY = re.compile(r"[?&]password=", re.IGNORECASE)
 
-#: The name of a value in JSON, in a repr, or in what is neither; the quotes may be escaped, in JSON within a string. A
-#: long or escaped one could be any name.
+#: The name of a value in JSON, in a repr, or in what is neither. Its quotes may be escaped, as of JSON in a string, and
+#: the colon behind it may be missing. A long or escaped one could be any name.
 _NAME = re.compile(
-    r"""(?P<quote>\\{0,9}["'])(?:(?P<name>(?:[^"'\\]|\\.){1,200}?)(?P=quote)\s*:|(?P<long>(?:[^"'\\]|\\.){201}))"""
-    r"""|\b(?P<bare>\w+)["']?\s*[:=]""",
+    r"""(?P<quote>\\{0,9}["'])"""
+    r"""(?:(?P<name>(?:[^"'\\]|\\.){1,200}?)(?P=quote)(?=\s*[^\s,\]}])|(?P<long>(?:[^"'\\]|\\.){201}))"""
+    r"""|\b(?P<bare>\w+)(?:\s*[:=]|\\{0,9}["'])""",
     re.DOTALL,
 )
+
+#: A string in Python, on one line.
+_STRING = re.compile(rb"""[a-zA-Z]{0,2}(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")
 
 
 def masked(value: Any, app: Celery) -> Any:
@@ -111,7 +115,7 @@ def masked_text(text: str, app: Celery, *, task: str = "") -> str:
     patterns = Config.of(app).singlebeat_masked_arguments
     if not patterns:
         return text
-    for parse, write in ((_parsed, json.dumps), (ast.literal_eval, repr)):
+    for parse, write in ((_parsed, json.dumps), (_literal, repr)):
         try:
             value = parse(text) if len(text) <= MOST_PARSED else None
             if isinstance(value, str):  # which may hold JSON itself
@@ -145,6 +149,21 @@ def _parsed(text: str) -> Any:
         _RepeatedNameError: an object has a name twice, of which a reader sees the last value alone.
     """
     return json.loads(text, object_pairs_hook=_without_repetition)
+
+
+def _literal(text: str) -> Any:
+    """Return the value of a repr, which has no two strings beside one another: Python would take them for one.
+
+    Raises:
+        ValueError, SyntaxError: it is none.
+    """
+    tree, lines = ast.parse(text, mode="eval"), text.encode().split(b"\n")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
+            written = lines[node.lineno - 1][node.col_offset : node.end_col_offset]
+            if not _STRING.fullmatch(written):
+                raise ValueError
+    return ast.literal_eval(tree)
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
