@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ..config import Config
 from ..server_errors import is_key_denied
-from .key import check_sendable, done_key, turn_key
+from .key import check_sendable, turn_key
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -545,7 +545,8 @@ def unusable(key: str, reason: str) -> str:
     shown = key if len(key) <= LONGEST_SHOWN else f"{key[: LONGEST_SHOWN // 2]}…{key[-LONGEST_SHOWN // 2 :]}"
     advice = f"delete the lock (celery singlebeat unlock --force {shlex.quote(key)})"
     if "WRONGTYPE" in reason:
-        advice = f"it must be a hash, and {done_key(key)} a zset: delete the wrong key"
+        where = "it must be a hash, and the key with :done behind it a zset"
+        return f"the lock {shown} is unusable: {where} (WRONGTYPE): delete the wrong one"
     return f"the lock {shown} is unusable: {reason}; {advice}"
 
 

@@ -543,6 +543,49 @@ def test_a_deletion_that_is_repeated_spares_what_another_has_added(bench, proxy,
     assert Schedule(app).get("e").schedule.run_every.total_seconds() == 77
 
 
+@pytest.mark.parametrize("replace", [(), ("--replace",)], ids=["add", "replace"])
+@pytest.mark.parametrize("adds", [False, True], ids=["deleted", "deleted and added"])
+def test_an_addition_that_is_repeated_leaves_what_others_have_done(bench, proxy, app, cli, replace, adds):
+    if replace:
+        bench.schedule.upsert("e", PLAIN, 60)
+    other = Schedule(app)
+
+    def meanwhile() -> None:
+        other.delete("e")
+        if adds:
+            other.upsert("e", PLAIN, 77)
+
+    proxy.meanwhile = meanwhile
+    proxy.lose_reply_of(SAVE)
+
+    told = cli("add", "e", PLAIN, "--every", "30", *replace, app=bench.app, code=int(not adds)).output
+
+    assert proxy.lost == 1
+    assert adds or "there is no entry 'e'" in told
+    names = [entry.schedule.run_every.total_seconds() for entry in other.list()]
+    assert names == ([77] if adds else [])
+
+
+def test_a_pause_that_is_repeated_spares_an_entry_of_the_same_name(bench, proxy, app):
+    bench.schedule.upsert("e", PLAIN, 60)
+    proxy.meanwhile = lambda: (Schedule(app).delete("e"), Schedule(app).upsert("e", PLAIN, 77))
+    proxy.lose_reply_of(SAVE)
+
+    bench.schedule.pause("e")
+
+    assert proxy.lost == 1
+    assert not Schedule(app).get("e").policy.paused
+
+
+def test_an_entry_is_added_again_after_it_was_deleted(bench, app):
+    for _ in range(3):
+        bench.schedule.upsert("e", PLAIN, 60)
+        assert bench.schedule.delete("e")
+        bench.schedule.upsert("e", PLAIN, 60)
+        assert bench.schedule.get("e")
+        Schedule(app).delete("e")
+
+
 def test_a_deletion_follows_a_change_at_the_same_time(bench, proxy, redis, app):
     """The entry is changed while it is read, before the deletion."""
     bench.schedule.upsert("e", PLAIN, 60)

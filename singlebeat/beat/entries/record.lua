@@ -16,6 +16,7 @@
 -- ARGV[8]  policy      of the entry now, an empty string if absent
 -- ARGV[9]  wanted      definition that it gets; empty: it is removed
 -- ARGV[10] wishes      policy that it gets
+-- ARGV[11] call        id of the call that changes it, if the caller asks for it later; or absent
 --
 -- returns  the number of records that were added; an error if the server refuses to write the stream: then nothing was
 --          written. The changes of a beat_schedule are then made without a record: else no entry would run
@@ -30,9 +31,9 @@ end
 
 local xadd = ARGV[2] == "beat_schedule" and redis.pcall or redis.call
 
-local function add(actor, by, what, before, after, note)
+local function add(actor, by, what, before, after, note, call)
   xadd("XADD", changes, "MAXLEN", "~", limit, "*", "entry", name, "actor", actor, "by", by, "action", what,
-    "before", cjson.encode(before), "after", cjson.encode(after), "note", note)
+    "before", cjson.encode(before), "after", cjson.encode(after), "note", note, unpack(call and {"call", call} or {}))
 end
 
 local stored = redis.pcall("HMGET", entry, "recorded", "meta", "since", "pending", "backfill")
@@ -68,7 +69,7 @@ if is_change then
     before.meta, before.since = stored[2] or "", stored[3] or ""
     before.pending, before.backfill = stored[4] or nil, stored[5] or nil
   end
-  add(ARGV[1], ARGV[2], action, before, after, ARGV[6])
+  add(ARGV[1], ARGV[2], action, before, after, ARGV[6], ARGV[11])
   added = added + 1
 end
 if wanted ~= "" and recorded ~= digest(wanted) .. digest(wishes) then

@@ -184,12 +184,19 @@ def _plan(
                 wish = _wish(entry, wanted, member, fields[:4], score, now, pauses, keep_disabled, has_moved)
                 _check(entry, wish, now)
                 wishes[name] = wish
-        except EntryError as exc:
-            results[name] = exc
         except Exception as exc:  # a user's own schedule may raise anything: this must not harm other entries
-            why = f"its next run cannot be calculated: {type(exc).__name__}: {exc}"
-            results[name] = EntryError(f"entry {name!r} cannot be stored: {why}")
+            results[name] = _problem_of(name, exc)
     return wishes
+
+
+def _problem_of(name: str, exc: Exception) -> EntryError:
+    """Return why an entry cannot be stored; raise an error of a call of ours, as for the pauses."""
+    if isinstance(exc, EntryError):
+        return exc
+    if hasattr(exc, "script"):
+        raise exc
+    why = f"its next run cannot be calculated: {type(exc).__name__}: {exc}"
+    return EntryError(f"entry {name!r} cannot be stored: {why}")
 
 
 def _wish(
