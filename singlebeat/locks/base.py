@@ -274,6 +274,11 @@ class Ticket:
         return header if self.queued == self.key else {**header, "queued": self.queued}
 
     @property
+    def is_private(self) -> bool:
+        """Whether its lock refuses only copies of the call, and no equal call."""
+        return self.key.endswith(f":{self.task_id}")
+
+    @property
     def overtakes(self) -> bool:
         """Whether it takes its lock back from a newer call if the lock has ended while the message was queued."""
         return self.queued == self.key and not self.joinable and not self.replaceable
@@ -468,14 +473,17 @@ class BaseBackend(ABC):
         self.renew_many(list(sent), lease=lease)
 
     @abstractmethod
-    def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> Sequence[Ref]:
+    def finish_many(
+        self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False, took: bool = False
+    ) -> Sequence[Ref]:
         """Free the locks of requests that are over, in one round trip; the locks of other requests stay.
 
         Args:
             ran: whether they have run; their ends are then remembered even if their locks were lost or never acquired.
+            took: whether they have run, and had taken their locks.
 
         Returns:
-            Those that have run, and did not hold their locks any more when that was first reported.
+            Those that had taken their locks, and did not hold them any more when their ends were first reported.
         """
 
     @abstractmethod

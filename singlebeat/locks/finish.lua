@@ -10,14 +10,15 @@
 --             turn      hash, as lock: the call that waits for the end of the holder, and runs by itself; the turn of a
 --                       request that is over is freed
 -- ARGV[1]  done_ms   ms for which the end of a run is remembered; 0: no end is remembered
--- ARGV[2]  ran       1: the requests have run, even if their locks say otherwise; 0: they may not have started
+-- ARGV[2]  ran       2: the requests have run under their locks; 1: they have run, perhaps without them, even if their
+--                    locks say otherwise; 0: they may not have started
 -- ARGV[3]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message, or empty
 --                    if the message was never delivered]
 --
 -- returns  JSON, one string for each request
 --          finished  this run held the lock: the lock is free or its retry's, and the end is remembered
 --          released  the message held the lock, and its run did not: the lock is free
---          lost      this run has ended, and did not hold the lock any more: it was free, or another held it
+--          lost      this run has ended, had taken the lock, and did not hold it any more: it was free, or another held it
 --          kept      the lock is free already, or another run, generation or id holds it, or the key has another type;
 --                    a promise of the lock to this message is taken back
 --
@@ -26,7 +27,7 @@
 
 local REPEATED = 60000 -- ms in which a repetition may follow
 
-local done_ms, ran = tonumber(ARGV[1]), ARGV[2] == "1"
+local done_ms, ran, took = tonumber(ARGV[1]), ARGV[2] ~= "0", ARGV[2] == "2"
 local time = redis.call("TIME")
 local now = string.format("%.0f", time[1] * 1000 + math.floor(time[2] / 1000))
 
@@ -57,7 +58,7 @@ local function finish(lock, done, turn, id, gen, nonce)
   local another = ours and not holds and not unstarted
 
   local ends = not ended.err and not ended[1] and (holds or (ran and not another))
-  local loses = not ended.err and not ended[1] and not ended[2] and ran and nonce ~= "" and not holds and not unstarted
+  local loses = not ended.err and not ended[1] and not ended[2] and took and nonce ~= "" and not holds and not unstarted
   if done_ms > 0 and (ends or loses) then
     local ttl = string.format("%.0f", math.max(done_ms, redis.call("PTTL", done)))
     redis.call("PEXPIRE", done, ttl) -- if this is forbidden, nothing is written that would stay for ever

@@ -128,7 +128,9 @@ class InspectBackend(BaseBackend):
         """Return RUNNING for each request: there is nothing to renew."""
         return [Renewal.RUNNING] * len(refs)
 
-    def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> Sequence[Ref]:
+    def finish_many(
+        self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False, took: bool = False
+    ) -> Sequence[Ref]:
         """Do nothing: workers no longer report a run that has ended."""
         return ()
 

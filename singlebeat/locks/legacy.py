@@ -157,7 +157,9 @@ class LegacyBackend(BaseBackend):
             return Renewal.LOST
         return Renewal.RUNNING if held[1] == ref.generation else Renewal.OVER
 
-    def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> Sequence[Ref]:
+    def finish_many(
+        self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False, took: bool = False
+    ) -> Sequence[Ref]:
         """Free the locks of requests that are over; the locks of other requests stay. Which were lost is not known."""
         with _naming(self.name):
             for ref in refs:

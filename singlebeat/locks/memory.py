@@ -288,12 +288,14 @@ class MemoryBackend(BaseBackend):
             self._records[run.key] = replace(record, promised=(to.generation, ttl) if to else None)
             return True
 
-    def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> Sequence[Ref]:
+    def finish_many(
+        self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False, took: bool = False
+    ) -> Sequence[Ref]:
         """Free the locks of requests that are over, and return those that have lost them before."""
         with self._mutex:
-            return tuple(ref for ref in refs if self._finish(ref, remember_for, ran=ran))
+            return tuple(ref for ref in refs if self._finish(ref, remember_for, ran=ran or took, took=took))
 
-    def _finish(self, ref: Ref, remember_for: float, *, ran: bool) -> bool:
+    def _finish(self, ref: Ref, remember_for: float, *, ran: bool, took: bool) -> bool:
         """Free the lock of a request that is over; return whether it was lost before."""
         over = f"{ref.task_id}:{ref.generation}:{ref.nonce}"
         if self._ended(ref.key, over, OVER):  # the main process repeats it; a new call may have the same id
@@ -310,7 +312,7 @@ class MemoryBackend(BaseBackend):
         unstarted = ours and record is not None and record.state != "running"
         has_ended = self._ended(ref.key, ref.task_id, ref.generation)
         is_lost = self._ended(ref.key, ref.nonce, LOST)
-        is_lost |= ran and bool(ref.nonce) and not (holds or unstarted or has_ended)
+        is_lost |= took and bool(ref.nonce) and not (holds or unstarted or has_ended)
         if remember_for > 0 and not has_ended and (holds or (ran and (unstarted or not ours))):
             self._remember(ref.key, ref.task_id, ref.generation, remember_for)
             if ref.nonce:

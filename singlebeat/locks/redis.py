@@ -269,9 +269,11 @@ class RedisBackend(BaseBackend):
         args = (run.task_id, run.nonce, str(to.generation) if to else "", _ms(ttl), note)
         return bool(self._run("promise", (run.key,), args))
 
-    def finish_many(self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False) -> Sequence[Ref]:
+    def finish_many(
+        self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False, took: bool = False
+    ) -> Sequence[Ref]:
         """Free the locks of requests that are over, and return those that have lost them before."""
-        args = _ms(remember_for), int(ran)
+        args = _ms(remember_for), 2 if took else int(ran)
         replies = self._run_many("finish", refs, *args, rows=_requests(refs), keys_of=_keys_to_finish, goes_on=True)
         return tuple(ref for ref, reply in zip(refs, replies, strict=True) if reply == "lost")
 

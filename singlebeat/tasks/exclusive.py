@@ -191,7 +191,10 @@ class Exclusive:
                 shows that.
         """
         _check_is_plain(function)
-        signature = inspect.signature(function)
+        try:
+            signature = inspect.signature(function)
+        except ValueError as exc:
+            raise TypeError(f"exclusive cannot guard {function!r}: {exc}") from None
         if isinstance(self.key, str):
             _check_names(self.key, signature, function)
 
@@ -230,9 +233,9 @@ def _check_is_plain(function: Callable[..., object]) -> None:
 
 def _checked(result: R, function: Callable[..., object]) -> R:
     """Return the result of a function, unless its body has yet to run: its decorator may have hidden what it is."""
-    if inspect.iscoroutine(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
-        if not inspect.isasyncgen(result):
-            result.close()  # else Python warns of a coroutine that was never awaited
+    if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+        for end in ("close", "cancel"):  # else a task runs, and Python warns of a coroutine that was never awaited
+            getattr(result, end, bool)()
         raise _returns_early(function)
     return result
 

@@ -210,10 +210,10 @@ def run_under_lock(
     except Reject:
         raise  # the broker may deliver the message again; the main process decides about the lock
     except Exception:
-        _finish(task, ticket)
+        _finish(task, ticket, took=fence > 0)
         raise
     else:
-        _finish(task, ticket)
+        _finish(task, ticket, took=fence > 0)
     # Any other BaseException ends the process or the greenlet, and the main process sees that end.
 
 
@@ -276,16 +276,22 @@ def _latest_arguments(task: Task, holder: Holder, request: Context) -> tuple[lis
         return None
 
 
-def _free(task: Task, ticket: Ticket) -> None:
-    backend_of(task.app).finish_many([ticket.run], remember_for=Config.of(task.app).singlebeat_queued_ttl, ran=True)
+def _free(task: Task, ticket: Ticket, *, took: bool = False) -> None:
+    """Free the lock of a run that is over.
+
+    Args:
+        took: whether it is known that the run had taken its lock: its loss is recorded then, for the main process.
+    """
+    remember_for = Config.of(task.app).singlebeat_queued_ttl
+    backend_of(task.app).finish_many([ticket.run], remember_for=remember_for, ran=True, took=took)
 
 
-def _finish(task: Task, ticket: Ticket) -> None:
+def _finish(task: Task, ticket: Ticket, *, took: bool) -> None:
     try:
         try:
-            _free(task, ticket)
+            _free(task, ticket, took=took)
         except SoftTimeLimitExceeded:  # it fires once; the body has ended, so its outcome stands
-            _free(task, ticket)
+            _free(task, ticket, took=took)
     except LockBackendError as exc:  # the main process retries, and else the lease ends
         log.warning(
             "the lock of task %(id)s stays until its lease ends",

@@ -67,7 +67,8 @@ class _End(NamedTuple):
 
     due: float  #: when its locks are to be freed, in seconds of the monotonic clock
     ticket: Ticket
-    ran: bool  #: its run is over, and is remembered
+    ran: bool = False  #: its run is over, and is remembered
+    took: bool = False  #: the main process knows that the run had taken its lock
     task: str = ""  #: the name of its task if a loss of the lock is to be logged; else empty
 
 
@@ -145,11 +146,14 @@ class Renewer:
         self._requests.pop(id(request), None)
         if request.ticket is not None:
             task = request.name if request.tells_loss(is_over=True) else ""
-            self.finish_ticket(request.ticket, after=after, ran=request.has_run, task=task)
+            self._put_end(_End(time.monotonic() + after, request.ticket, request.has_run, request.has_begun, task))
 
-    def finish_ticket(self, ticket: Ticket, *, after: float = 0.0, ran: bool = False, task: str = "") -> None:
-        """Free the locks of a message that is over; log it if the run of this task has lost its lock before."""
-        self._finished.put(_End(time.monotonic() + after, ticket, ran, task))
+    def finish_ticket(self, ticket: Ticket) -> None:
+        """Free the locks of a message that does not become a request."""
+        self._put_end(_End(time.monotonic(), ticket))
+
+    def _put_end(self, end: _End) -> None:
+        self._finished.put(end)
         self._wake.put(None)
 
     def hand_over(self, request: Request, successor: Ref, *, ttl: float, note: str = "", at_once: bool = False) -> None:
@@ -280,18 +284,20 @@ class Renewer:
         self._later = later + [end._replace(due=now + RETRY_AFTER) for end in over][-MOST_ENDS:]
         lost = set[Ref]()
 
-        def finish(refs: Sequence[Ref], *, ran: bool = False) -> None:
-            lost.update(self.backend.finish_many(refs, remember_for=self.remember_for, ran=ran))
+        def finish(refs: Sequence[Ref], *, ran: bool = False, took: bool = False) -> None:
+            lost.update(self.backend.finish_many(refs, remember_for=self.remember_for, ran=ran, took=took))
 
-        denied = self._in_parts([end.ticket.run for end in over if end.ran], partial(finish, ran=True))
-        denied |= self._in_parts([end.ticket.run for end in over if not end.ran], finish)
+        denied = set[Ref]()
+        for ran, took in ((True, True), (True, False), (False, False)):
+            refs = [end.ticket.run for end in over if (end.ran, end.ran and end.took) == (ran, took)]
+            denied |= self._in_parts(refs, partial(finish, ran=ran, took=took))
         denied |= self._in_parts([ref for end in over for ref in end.ticket.refs[1:]], finish)
         self._later = later
         again = [end._replace(due=now + DENIED_PAUSE) for end in over if not denied.isdisjoint(end.ticket.refs)]
         self._left_out = [*self._left_out, *again][-MOST_DENIED:]
         for end in over:
             if end.task and end.ticket.run in lost:
-                said = "%(task)s[%(id)s] has ended without its lock: it was lost before, or never taken"
+                said = "%(task)s[%(id)s] has ended without its lock: it was lost before"
                 self._report_loss(end.task, end.ticket.run, said)
 
     def _rotate_one(self, handover: _Handover, _: Sequence[Ref]) -> None:
@@ -306,7 +312,7 @@ class Renewer:
         if revoked or revoked_stamps:
             for request in self._living():
                 if request.ticket is not None and request.give_up_if_revoked():
-                    self._finished.put(_End(time.monotonic(), request.ticket, False))
+                    self._finished.put(_End(time.monotonic(), request.ticket))
 
     def _announce(self) -> None:
         try:

@@ -182,8 +182,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
     _over = False
     _cancelled = False
     _cut_short = False
-    _refused = False
-    #: The renewer has seen that this delivery holds its lock.
+    #: This delivery is known to have taken its lock.
     has_begun = False
     _eta: datetime | None
 
@@ -250,10 +249,10 @@ class Request(celery_request.Request):  # type: ignore[misc]
         Args:
             is_over: the run is over. Until then, it may not hold the lock yet.
         """
-        if getattr(self.task, "lock", None) == LockMode.UNTIL_EXPIRED:  # it ends by time alone
+        is_by_time = getattr(self.task, "lock", None) == LockMode.UNTIL_EXPIRED
+        if self.ticket is None or self.ticket.is_private or is_by_time or not (is_over or self.has_begun):
             return False
-        has_held = self.has_begun or (is_over and self.has_run and not self._refused)
-        return has_held and bool(self.__dict__.pop("_loss_is_untold", False))
+        return bool(self.__dict__.pop("_loss_is_untold", False))
 
     def renewed(self) -> Sequence[Ref]:
         """Return the locks to renew; of a queued message with an expiry, only its turn."""
@@ -331,6 +330,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             self._log_unlocked(exc)
             return
         admit(self.task, ticket, holder, self._context)
+        self.has_begun = True
 
     def _log_unlocked(self, why: Exception | str) -> None:
         about = {"task": self.task.name, "id": self.id, "reason": why}
@@ -432,7 +432,6 @@ class Request(celery_request.Request):  # type: ignore[misc]
                 outcome = RESULT_NOT_STORED
             record_end(self, outcome, exc)
         self._cut_short |= isinstance(exc, CUT_SHORT_BY)
-        self._refused |= isinstance(exc, Refused)
         self._past_limit |= isinstance(exc, celery_request.TimeLimitExceeded) and self.ticket is not None
         try:
             return super().on_failure(exc_info, send_failed_event, return_ok)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
 import os
@@ -619,6 +620,21 @@ def test_a_call_that_returns_before_its_body_runs_is_refused(exclusive, redis, f
     with pytest.raises(TypeError, match="the lock would be free"):
         guarded()
     assert redis.exists(lock_of("a")) == 0
+
+
+def test_a_call_that_returns_a_future_is_refused_and_its_future_cancelled(exclusive, redis):
+    future = asyncio.Future(loop=asyncio.new_event_loop())
+
+    with pytest.raises(TypeError, match="the lock would be free"):
+        exclusive("a")(lambda: future)()
+
+    assert future.cancelled()
+    future.get_loop().close()
+
+
+def test_a_function_whose_arguments_are_not_known_is_refused(exclusive):
+    with pytest.raises(TypeError, match="no signature found for builtin"):
+        exclusive("a")(max)
 
 
 def test_a_task_is_refused_because_it_would_not_be_one_any_more(exclusive, app):

@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 from weakref import ref
 
 import pytest
@@ -1454,12 +1455,15 @@ def test_a_run_that_ends_without_its_lock_says_so_once(app, deliver, redis, capl
     request = deliver(task, ["a"], id=task_id, **{HEADER: {"id": task_id, "key": "SINGLETONLOCK_a"}})
     request.time_start = time.monotonic()
     run = request.ticket.run
-    backend_of(app).begin(run, lease=60, remember_for=60, task=task.name, arguments="")
+    if base is None:
+        request.begin_for_plain_task()
+    else:
+        backend_of(app).begin(run, lease=60, remember_for=60, task=task.name, arguments="")
     steal(app, redis, request, thief, renewed=renewed)
 
     with connected(signals.lock_lost, lambda sender, ref, **_: told.append((sender, ref))):
         if base is not None:  # the process of the run frees its lock first
-            backend_of(app).finish_many([run], remember_for=60, ran=True)
+            backend_of(app).finish_many([run], remember_for=60, took=True)
         if renewed_late:
             renewer_of(app)._renew([request])
         renewer_of(app).finish(request)
@@ -1486,6 +1490,20 @@ def test_no_run_has_lost_a_lock_that_is_not_bound_to_its_end(app, deliver, redis
     renewer_of(app)._work_off()
 
     assert redis.keys("SINGLETONLOCK_*[^e]") == []
+    assert "lock_lost" not in caplog.text
+
+
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_run_without_its_lock_has_lost_none(app, deliver, redis, caplog, base, monkeypatch):
+    task = app.task(same, name="app.task", base=base, shared=False)
+    renewer_of(app)._started = True  # the test is its thread
+    request = deliver(task, ["a"], id="a", **{HEADER: Ticket("a", "SINGLETONLOCK_a").header()})
+    monkeypatch.setattr(type(backend_of(app)), "begin", Mock(side_effect=LockBackendError("away")))
+
+    started(request)
+    renewer_of(app)._work_off()
+
+    assert "event=unlocked" in caplog.text
     assert "lock_lost" not in caplog.text
 
 
@@ -1518,7 +1536,7 @@ def test_a_run_that_ends_with_its_lock_has_not_lost_it(app, deliver, redis, capl
     renewer_of(app)._renew([request])
 
     if base is not None:
-        backend_of(app).finish_many([run], remember_for=60, ran=True)
+        backend_of(app).finish_many([run], remember_for=60, took=True)
         backend_of(app).begin(Ref(run.key, "other"), lease=60, remember_for=60, task="app.task", arguments="")
     renewer_of(app).finish(request)
     renewer_of(app)._work_off()

@@ -961,7 +961,7 @@ def test_a_foreign_value_at_a_lock_key_does_not_hinder_other_entries(bench, capl
     bench.scheduler().tick()
 
     assert sorted(bench.names) == ["a", "b"]
-    assert f"the lock {lock} is unusable: WRONGTYPE" in caplog.text
+    assert f"the lock {lock} is unusable: it must be a hash" in caplog.text
     assert bench.redis.get(foreign) == "somebody else's"
     assert bench.redis.hget(task.generate_lock(SINGLE, ["b"]), "state") == "queued"
 
@@ -980,7 +980,7 @@ def test_a_run_that_would_wait_for_an_unreadable_lock_is_given_up(bench, task, c
     decisions = {record["entry"]: (record["decision"], record["reason"]) for record in bench.history}
     decision, reason = decisions["a"]
     assert decision == "publish_failed"
-    assert "is unusable: WRONGTYPE" in reason
+    assert "is unusable: it must be a hash" in reason
     assert bench.redis.zcard(PENDING) == 0, "it would be tried for ever, whatever the broker does"
     assert "until the broker answers" not in caplog.text
 
