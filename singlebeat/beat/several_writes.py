@@ -92,7 +92,7 @@ class SeveralWrites:
         self._without_ticket = set[str]()  #: the ids of the messages that have none
 
     def send(self, claimed: Sequence[ClaimedOccurrence]) -> None:
-        """Lock all occurrences in one round trip, publish them in a few, confirm all in one round trip.
+        """Lock all occurrences in one round trip, publish and confirm ``MOST_MESSAGES`` in one round trip each.
 
         Before that, those that need no lock are published and confirmed: the locks' server may hang.
 
@@ -256,6 +256,8 @@ class SeveralWrites:
                 self._broker_is_down = self._patience <= 0 or not self.publisher.reaches_broker()
                 if not self._broker_is_down:
                     self.failures.note_lone(away)
+            if len(self._confirmations) >= MOST_MESSAGES:  # what the server does not confirm then is sent once more
+                self._confirm(messages)
 
     def _failed(self, attempts: Sequence[_Attempt]) -> Iterator[tuple[Message, Exception]]:
         """Settle attempts; yield the messages that are to be tried again, with their errors."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from celery.signals import after_task_publish
 from kombu.messaging import Producer
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ReadOnlyError
 
+from singlebeat.beat.store.claims import Store
 from singlebeat.broker import own_broker
 from singlebeat.locks import backend_of
-from singlebeat.outbox import MOST_CHARACTERS, Outbox
+from singlebeat.outbox import MOST_CHARACTERS, MOST_MESSAGES, Outbox
 from tests.proxy import LossyProxy
 from tests.redis.bench import Bench
 from tests.support import RedisServer, connected
@@ -286,6 +289,30 @@ def test_a_beat_that_dies_around_a_batch_loses_none_of_it(bench, redis, broker, 
 
     assert bench.decisions == ["dispatched"] * len(names)
     assert Counter(ids(broker)) == {record["id"]: 1 if when == "before" else 2 for record in bench.history}
+    assert redis.zcard(PENDING) == 0
+
+
+def test_a_refused_confirmation_doubles_no_more_than_one_batch(bench, redis, broker, monkeypatch):
+    names, scheduler, confirm, asked = put(bench, 3 * MOST_MESSAGES), bench.scheduler(), Store.confirm, []
+
+    def refuse_second(self: Store, confirmations: Any, term: Any) -> Any:
+        if confirmations:
+            asked.append(len(confirmations))
+        if len(asked) == 2:
+            raise ReadOnlyError
+        return confirm(self, confirmations, term)
+
+    monkeypatch.setattr(Store, "confirm", refuse_second)
+    with suppress(ReadOnlyError):
+        scheduler.tick()
+    assert max(asked) <= MOST_MESSAGES
+    assert broker.llen(QUEUE) == 2 * MOST_MESSAGES, "nothing more is sent while the schedule's server refuses"
+    redis.delete(LOCK)
+    bench.scheduler().tick()
+
+    copies = Counter(ids(broker))
+    assert len(copies) == len(names)
+    assert sum(copies.values()) == len(names) + MOST_MESSAGES
     assert redis.zcard(PENDING) == 0
 
 
