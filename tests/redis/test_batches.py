@@ -298,8 +298,8 @@ def test_a_refused_confirmation_doubles_no_more_than_one_batch(bench, redis, bro
     def refuse_second(self: Store, confirmations: Any, term: Any) -> Any:
         if confirmations:
             asked.append(len(confirmations))
-        if len(asked) == 2:
-            raise ReadOnlyError
+            if len(asked) == 2:
+                raise ReadOnlyError
         return confirm(self, confirmations, term)
 
     monkeypatch.setattr(Store, "confirm", refuse_second)
@@ -307,6 +307,7 @@ def test_a_refused_confirmation_doubles_no_more_than_one_batch(bench, redis, bro
         scheduler.tick()
     assert max(asked) <= MOST_MESSAGES
     assert broker.llen(QUEUE) == 2 * MOST_MESSAGES, "nothing more is sent while the schedule's server refuses"
+    bench.retry_now()
     redis.delete(LOCK)
     bench.scheduler().tick()
 

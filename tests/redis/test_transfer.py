@@ -503,6 +503,17 @@ def test_a_past_of_a_wrong_clock_silences_no_imported_entry(cli, app, redis, ben
     assert "late place" not in cli("list").output
 
 
+def test_a_task_of_a_dump_may_start_in_the_year_1(cli, app, redis, bench):
+    times = row("intervalschedule", 1, every=1, period="days")
+    task = {"task": TASK, "interval": 1, "args": '["x"]', "start_time": "0001-01-01T00:00:00Z", "last_run_at": None}
+
+    cli("import", "-", stdin=json.dumps([times, row("periodictask", 1, name="e", **task)]))
+    bench.tick()
+
+    assert redis.hgetall("redbeat::quarantine") == {}
+    assert redis.llen("celery") == 1
+
+
 def test_a_repeated_import_keeps_an_overdue_clocked_entry_due(cli, app, redis, bench):
     """A row without a past says nothing about runs."""
     instant = datetime.now(UTC) - timedelta(hours=1)

@@ -193,7 +193,7 @@ class Timetable:
             place: its place in the schedule, which may be any time.
         """
         start = self.policy.start_time
-        first = None if start is None else self.next(start - TICK)
+        first = None if start is None else self.next(max(start, EPOCH) - TICK)
         since = first if first is not None and self.due(first) == place else place
         return self.bounded(self.overdue(since, now) or since)
 
