@@ -9,6 +9,7 @@ import re
 import string
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
 from celery import Task, current_app
@@ -226,14 +227,16 @@ def _key_of(key: str | Callable[..., str], bound: inspect.BoundArguments) -> str
 def _check_is_plain(function: Callable[..., object]) -> None:
     if isinstance(function, Task):
         raise TypeError(f"@exclusive goes below @app.task, next to the function of {function.name}")
-    for one in (function, getattr(function, "__call__", None)):  # noqa: B004 - an object may have an async one
+    own_call = None if isinstance(function, type) else getattr(function, "__call__", None)  # noqa: B004 - perhaps async
+    for one in (function, own_call):
         if inspect.iscoroutinefunction(one) or inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one):
             raise _returns_early(function)
 
 
 def _checked(result: R, function: Callable[..., object]) -> R:
     """Return the result of a function, unless its body has yet to run: its decorator may have hidden what it is."""
-    if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+    is_early = inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result)
+    if is_early or isinstance(result, Future):
         for end in ("close", "cancel"):  # else a task runs, and Python warns of a coroutine that was never awaited
             getattr(result, end, bool)()
         raise _returns_early(function)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import gc
 import os
@@ -622,14 +623,22 @@ def test_a_call_that_returns_before_its_body_runs_is_refused(exclusive, redis, f
     assert redis.exists(lock_of("a")) == 0
 
 
-def test_a_call_that_returns_a_future_is_refused_and_its_future_cancelled(exclusive, redis):
-    future = asyncio.Future(loop=asyncio.new_event_loop())
+@pytest.fixture(params=["asyncio", "concurrent"])
+def future(request):
+    loop = asyncio.new_event_loop()
+    yield loop.create_future() if request.param == "asyncio" else concurrent.futures.Future()
+    loop.close()
 
+
+def test_a_call_that_returns_a_future_is_refused_and_its_future_cancelled(exclusive, redis, future):
     with pytest.raises(TypeError, match="the lock would be free"):
         exclusive("a")(lambda: future)()
 
     assert future.cancelled()
-    future.get_loop().close()
+
+
+def test_a_class_can_be_guarded_whatever_its_instances_do(exclusive):
+    assert isinstance(exclusive("a")(AsyncCallable)(), AsyncCallable)
 
 
 def test_a_function_whose_arguments_are_not_known_is_refused(exclusive):
