@@ -553,7 +553,7 @@ def unusable(key: str, reason: str) -> str:
     shown = key if len(key) <= LONGEST_SHOWN else f"{key[: LONGEST_SHOWN // 2]}…{key[-LONGEST_SHOWN // 2 :]}"
     advice = f"delete the lock (celery singlebeat unlock --force {shlex.quote(key)})"
     if "WRONGTYPE" in reason:
-        where = "it must be a hash, and the key with :done behind it a zset"
+        where = "it must be a hash, and its :done a zset"
         return f"the lock {shown} is unusable: {where} (WRONGTYPE): delete the wrong one"
     return f"the lock {shown} is unusable: {reason}; {advice}"
 

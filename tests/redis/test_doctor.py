@@ -253,7 +253,10 @@ def test_tools_name_a_lock_that_is_unusable_and_free_it(findings, cli, bench):
             lambda: bench.redis.hset(key, mapping={"id": "z", "until": "x"}),
             'its field until must be a number, and is "x"',
         ),
-        (lambda: bench.redis.set(key, "x"), "WRONGTYPE Operation against a key holding the wrong kind of value"),
+        (
+            lambda: bench.redis.set(key, "x"),
+            "it must be a hash, and its :done a zset (WRONGTYPE): delete the wrong one",
+        ),
     ):
         bench.put(task=SINGLE)
         bench.make_due()
@@ -272,12 +275,18 @@ def test_tools_name_a_lock_that_is_unusable_and_free_it(findings, cli, bench):
     assert "no lock is held by other" in cli("unlock", "other", "--force", code=1).output
 
 
-@pytest.mark.parametrize("reason", ['its field until must be a number, and is "x"', "WRONGTYPE wrong kind of value"])
-def test_no_key_is_so_long_that_the_cause_is_cut(reason):
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        ('its field until must be a number, and is "x"',) * 2,
+        ("WRONGTYPE wrong kind of value", "it must be a hash, and its :done a zset (WRONGTYPE)"),
+    ],
+)
+def test_no_key_is_so_long_that_the_cause_is_cut(reason, cause):
     key = f"{'shop:production:' * 20}SINGLETONLOCK_{{{'0' * 64}}}"
     told = f"without its lock: {unusable(key, reason)}"
 
-    assert reason in told[:LONGEST_REASON]
+    assert cause in told[:LONGEST_REASON]
     assert re.search("the lock shop:production:.+….*0{16}} is unusable", told), told
 
 

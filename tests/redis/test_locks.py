@@ -1773,7 +1773,7 @@ def test_a_call_whose_key_holds_no_lock_says_which_key_to_delete(server, redis):
     key = task.generate_lock(task.name, ["a"])
     redis.set(key, "somebody else's")
 
-    told = f"the lock {key} is unusable: it must be a hash, and the key with :done behind it a zset (WRONGTYPE): delete"
+    told = f"the lock {key} is unusable: it must be a hash, and its :done a zset (WRONGTYPE): delete"
     with pytest.raises(LockBackendError, match=re.escape(told)):
         task.delay("a")
 
