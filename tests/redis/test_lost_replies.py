@@ -539,7 +539,7 @@ def test_a_deletion_that_is_repeated_spares_what_another_has_added(bench, proxy,
     said = cli("delete", "e", app=bench.app, code=1).output
 
     assert proxy.lost == 1
-    assert "another process has changed the entry 'e': read it again" in said
+    assert "entry 'e' is stored anew by another process, perhaps after this deletion: see celery singlebeat" in said
     assert Schedule(app).get("e").schedule.run_every.total_seconds() == 77
 
 

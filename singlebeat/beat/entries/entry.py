@@ -396,8 +396,11 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             elif found is not None and found != stored[:2]:
                 break
             written = stored[2].split()
-            if last is not None and last not in written:  # deleted, perhaps by us, and stored anew by another process
-                break
+            if last is not None and last not in written:  # the client repeats a deletion whose reply is lost
+                raise ConflictError(
+                    f"entry {self.name!r} is stored anew by another process, perhaps after this deletion: see celery "
+                    "singlebeat changes before you repeat it"
+                )
             last = written[0] if written else ""
             scores = client.zmscore(keys.schedule, [self.key, self.name])
             removed = DELETE(client, touched, (self.name, *author, packed(stored)))
