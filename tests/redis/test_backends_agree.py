@@ -107,10 +107,14 @@ def renew(draw: st.DrawFn) -> Ask:
     return Ask("renew", lambda b: b.renew_many(refs, lease=lease), refs, lease)
 
 
+#: What is known of a run that is over.
+endings = st.sampled_from([{}, {"ran": True}, {"took": True}])
+
+
 @st.composite
 def finish(draw: st.DrawFn) -> Ask:
-    refs, ran = draw(st.lists(anybody, min_size=1, max_size=2)), draw(st.booleans())
-    return Ask("finish", lambda b: b.finish_many(refs, remember_for=MEMORY, ran=ran), refs, ran)
+    refs, how = draw(st.lists(anybody, min_size=1, max_size=2)), draw(endings)
+    return Ask("finish", lambda b: b.finish_many(refs, remember_for=MEMORY, **how), refs, how)
 
 
 @st.composite
@@ -128,13 +132,13 @@ def by_user(draw: st.DrawFn) -> Ask:
 @st.composite
 def life(draw: st.DrawFn) -> list[Ask]:
     """What one delivery does, and a copy of it: verbs that pick their runs by themselves seldom meet."""
-    run, generation, ran = draw(runs), draw(generations), draw(st.booleans())
+    run, generation, how = draw(runs), draw(generations), draw(endings)
     copy, to = replace(run, nonce="n3"), Ref(run.key, run.task_id, generation)
     options = {"lease": LEASE, "remember_for": MEMORY, "task": "app.task", "arguments": ""}
     steps = [
         Ask("begin", lambda b: b.begin(run, **options), run),
         Ask("promise", lambda b: b.promise(run, to=to, ttl=PROMISED_TTL), run, to),
-        Ask("finish", lambda b: b.finish_many([copy], remember_for=MEMORY, ran=ran), copy, ran),
+        Ask("finish", lambda b: b.finish_many([copy], remember_for=MEMORY, **how), copy, how),
         Ask("renew", lambda b: b.renew_many([run], lease=LEASE), run),
         Ask("finish", lambda b: b.finish_many([run], remember_for=MEMORY), run),
         Ask("begin", lambda b: b.begin(copy, **options), copy),
