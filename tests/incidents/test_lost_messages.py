@@ -212,6 +212,19 @@ def test_a_queue_that_a_worker_reads_slowly_is_not_logged_as_unread(celery, app,
     assert re.findall(r"event=unread .*queue=(\w+)", caplog.text) == ["unread"]
 
 
+def _end_idle(app, worker, *names):
+    """End the worker while its entries pause: Celery's warm shutdown may hang if TERM meets the begin of a run."""
+    schedule = Schedule(app)
+    for name in names:
+        schedule.pause(name)
+    for name in names:
+        wait_until(lambda name=name: schedule.history(name, 1)[0].decision == "paused", what="the pause")
+    worker.terminate()
+    worker.wait()
+    for name in names:
+        schedule.resume(name)
+
+
 @pytest.mark.parametrize("results", [True, False], ids=["results", "no results"])
 def test_old_workers_silence_no_entry_before_or_after_an_upgrade(celery, app, oracle, old_worker, results):
     """Mixed workers, a roll-back to old ones alone, and an upgrade after that."""
@@ -227,19 +240,12 @@ def test_old_workers_silence_no_entry_before_or_after_an_upgrade(celery, app, or
     beat.wait_for(rf"event={'ran_elsewhere' if results else 'message_lost'} .*id={first.task_id}")
     oracle.wait_ended(3, "here")
 
-    # Idle: Celery's warm shutdown may hang if TERM meets the begin of a run.
-    schedule = Schedule(app)
-    schedule.pause("here")
-    wait_until(lambda: schedule.history("here", 1)[0].decision == "paused", what="the pause")
-    new.terminate()
-    new.wait()
-    schedule.resume("here")
+    _end_idle(app, new, "here")
     entry(app, "back", options={"queue": "old"})
     sent_again(app, "there", after=len(runs) + 1)
     sent_again(app, "back", after=1)
 
-    old.terminate()
-    old.wait()
+    _end_idle(app, old, "there", "back")
     celery("worker", "-c", "1", "-Q", "old,celery").ready()
     oracle.wait_ended(2, "there", timeout=A_MINUTE)
     oracle.wait_ended(2, "back", timeout=A_MINUTE)
