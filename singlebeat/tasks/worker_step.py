@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from celery import bootsteps
-from celery.signals import task_rejected, task_unknown
+from celery.signals import task_rejected, task_unknown, worker_shutdown
 from celery.utils.imports import symbol_by_name
 
 from ..config import Config
@@ -74,21 +74,31 @@ class WorkerLockStep(bootsteps.StartStopStep):  # type: ignore[misc]
             self.metrics.serve(port)
         for ended in UNSEEN_ENDS:
             ended.connect(self._end_unseen, weak=False, dispatch_uid=id(self))
+        # After a warm shutdown, in which the last runs end: this step stops before the pool, which waits for them.
+        worker_shutdown.connect(self._flush, sender=parent, weak=False, dispatch_uid=id(self))
 
     def info(self, parent: WorkController) -> Mapping[str, object]:
         """Return what ``celery inspect stats`` says about this worker; nothing if the worker does not manage locks."""
         return {name: {**about, "time": time.time()} for name, about in self.stats.items()}
 
     def stop(self, parent: WorkController) -> None:
-        """Free the locks of finished messages before the process ends."""
+        """Announce that the worker takes no more messages; its runs may go on."""
         for ended in UNSEEN_ENDS:
             ended.disconnect(dispatch_uid=id(self))
         if self.renewer is not None:
             self.renewer.retire()
-            self.renewer.flush()
-            flush_ends(parent.app)
 
-    terminate = stop
+    def terminate(self, parent: WorkController) -> None:
+        """Do so in a cold shutdown, after which Celery sends no signal: its consumer has ended the runs before."""
+        self.stop(parent)
+        self._flush(parent)
+
+    def _flush(self, sender: WorkController, **_: object) -> None:
+        """Free the locks of finished messages, and record their ends, before the process ends."""
+        worker_shutdown.disconnect(sender=sender, dispatch_uid=id(self))
+        if self.renewer is not None:
+            self.renewer.flush()
+            flush_ends(sender.app)
 
     def _end_unseen(
         self,

@@ -1,4 +1,4 @@
-"""A worker that gets SIGTERM as soon as it has given a run to its pool; the app is that of ``apps``."""
+"""A worker that gets SIGTERM as soon as it has given a run to its pool; the app is that of ``slow_threads``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from celery.concurrency.base import BasePool
 
-from tests.system.apps import app
+from tests.system.slow_threads import app
 
 __all__ = ("app",)
 

@@ -280,21 +280,48 @@ def test_a_call_is_new_at_once_when_its_chain_of_retries_has_ended(celery, oracl
     assert [run.id for run in oracle.runs("a")] == [first.id] * 2 + [second.id] * 2
 
 
+def _due_now(redis, **arguments):
+    """Add an entry of a plain task that is due once within an hour."""
+    definition = {"task": f"{APP}.plain", "args": ["a"], "schedule": {"__type__": "interval", "every": 3600}}
+    redis.hset("redbeat:a", "definition", json.dumps(definition | arguments))
+    redis.zadd("redbeat::schedule", {"redbeat:a": 0})
+
+
+def _left_locks(redis):
+    return [redis.hget(key, "state") for key in redis.scan_iter("SINGLETONLOCK_*", _type="HASH")]
+
+
+def _recorded_outcome(app):
+    (sent,) = (record for record in Schedule(app).history("a") if record.is_sent)
+    return sent.end and sent.end.outcome
+
+
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_a_run_that_a_stopping_worker_gives_back_may_start_at_once(pool, celery, oracle, redis):
+def test_a_run_that_a_stopping_worker_gives_back_may_start_at_once(pool, celery, app, oracle, redis):
     stopping = celery("worker", "-P", pool, "-c", "2", app="tests.system.stopped_early").ready()
     celery("beat").ready()
-    definition = {"task": f"{APP}.plain", "args": ["a"], "schedule": {"__type__": "interval", "every": 3600}}
-    redis.hset("redbeat:a", "definition", json.dumps(definition))
-    redis.zadd("redbeat::schedule", {"redbeat:a": 0})
+    _due_now(redis)
     assert stopping.wait(timeout=20) == 0
 
-    locks = [redis.hget(key, "state") for key in redis.scan_iter("SINGLETONLOCK_*", _type="HASH")]
     started = len(oracle.runs("a"))
-    assert locks == (["queued"] if started == 0 else [])
+    assert _left_locks(redis) == (["queued"] if started == 0 else [])
+    assert _recorded_outcome(app) == ("success" if started else None)
     celery("worker", "-c", "1").ready()
     oracle.wait_ended(1)
     assert len(oracle.runs("a")) == 1
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+def test_a_run_that_ends_while_its_worker_stops_leaves_its_end_and_no_lock(pool, celery, app, oracle, redis):
+    worker = celery("worker", "-P", pool, "-c", "2", app="tests.system.slow_threads").ready()
+    celery("beat").ready()
+    _due_now(redis, kwargs={"seconds": 1})
+    oracle.wait_started(1)
+    worker.terminate()
+    assert worker.wait() == 0
+
+    assert _left_locks(redis) == []
+    assert _recorded_outcome(app) == "success"
 
 
 @pytest.mark.parametrize("how", ["child killed", "hard time limit"])
