@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta, timezone, tzinfo
 from functools import partial
 from itertools import islice, pairwise, takewhile
+from operator import gt
 from types import FrameType
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -303,7 +304,7 @@ def test_an_hourly_job_runs_hourly_in_elapsed_time_on_both_shifts() -> None:
 
 
 def test_a_wildcard_in_the_gap_runs_only_if_its_hour_is_fixed() -> None:
-    assert walls(crontab(30, "*/2"), "2024-03-30T23:45", BERLIN, 1) == ["31 04:30 +0200"]
+    assert walls(crontab(30, "*"), "2024-03-31T00:45", BERLIN, 1) == ["31 03:30 +0200"]
     assert walls(crontab("*/30", 2), "2024-03-30T12:00", BERLIN, 2) == ["31 03:00 +0200", "01 02:00 +0200"]
     assert walls(crontab("*", "2-3"), "2024-03-30T12:00", BERLIN, 2) == ["31 03:00 +0200", "31 03:01 +0200"]
 
@@ -337,9 +338,9 @@ def reference(schedule: crontab, start: datetime, minutes: int, zone: tzinfo) ->
     Say minute by minute whether the job runs.
 
     A wildcard runs when the wall clock matches. A fixed job runs when the wall clock reaches a matching minute, or
-    jumps over it, for the first time. A wildcard minute in a fixed hour runs in both cases.
+    jumps over it, for the first time. A wildcard minute in a fixed hour runs in both cases. Hours `*/n` are fixed.
     """
-    any_hour = "*" in str(schedule._orig_hour)
+    any_hour = str(schedule._orig_hour) == "*"
     wildcard = any_hour or "*" in str(schedule._orig_minute)
 
     def matches(wall: datetime) -> bool:
@@ -362,6 +363,12 @@ def reference(schedule: crontab, start: datetime, minutes: int, zone: tzinfo) ->
             found.append(moment)
         reached = max(reached, wall)
     return found
+
+
+def test_hours_of_every_so_many_are_fixed_times() -> None:
+    assert walls(crontab(30, "*/2"), "2024-03-30T23:45", BERLIN, 2) == ["31 03:00 +0200", "31 04:30 +0200"]
+    assert walls(crontab(30, "*/2"), "2024-10-27T00:15", BERLIN, 2) == ["27 02:30 +0200", "27 04:30 +0100"]
+    assert walls(crontab(0, "*/24"), "2024-03-09T12:00", HAVANA, 2) == ["10 01:00 -0400", "11 00:00 -0400"]
 
 
 minute_fields = st.sampled_from(["*", "*/5", "*/20", "*/45", 0, 15, 30, 59, "10,40", "0-20", "7-57/10"])
@@ -506,22 +513,35 @@ def test_a_rule_that_is_not_walked_equals_the_long_walk(
     assert found == wanted
 
 
-@given(
-    plan=st.sampled_from([(None, (30,)), ((2, 3), (0, 30)), ((0,), (10, 50)), (range(24), (15, 45)), ((1,), (30,))]),
-    edge=st.sampled_from(EDGES),
-    offset=st.integers(0, 1440),
+@pytest.mark.parametrize(
+    ("freq", "parts", "as_crontab"),
+    [
+        ("DAILY", {"byhour": [2, 3], "byminute": [0, 30]}, crontab("0,30", "2-3")),
+        ("DAILY", {"byhour": 0, "byminute": [10, 50]}, crontab("10,50", 0)),
+        ("HOURLY", {"byhour": 2, "byminute": 30}, crontab(30, 2)),
+        ("MINUTELY", {"byhour": 2, "byminute": 30}, crontab(30, 2)),
+        ("SECONDLY", {"byhour": 2, "byminute": 30, "bysecond": 0}, crontab(30, 2)),
+        ("HOURLY", {"interval": 24, "byweekday": range(7)}, crontab(30, 2)),
+        ("HOURLY", {"interval": 2, "byweekday": range(7)}, crontab(30, "*/2")),
+        ("HOURLY", {"byweekday": range(7)}, crontab(30)),
+        ("HOURLY", {"byhour": range(24)}, crontab(30)),
+        ("DAILY", {"byhour": range(24), "byminute": 30}, crontab(30)),
+        ("MINUTELY", {"byminute": 30}, crontab(30)),
+        ("MINUTELY", {"byhour": 2}, crontab("*", 2)),
+        ("DAILY", {"byhour": 2, "byminute": range(60)}, crontab("*", 2)),
+        ("MINUTELY", {"interval": 15, "byhour": [1, 2]}, crontab("*/15", "1-2")),
+        ("MINUTELY", {"interval": 45, "byhour": range(24), "byminute": 30}, crontab(30, "2-23/3")),
+        ("MINUTELY", {"interval": 60, "byhour": 2}, crontab(30, 2)),
+    ],
 )
-@settings(deadline=None)
-def test_clocks_shift_a_rule_as_they_shift_a_crontab(
-    plan: tuple[Sequence[int] | None, Sequence[int]], edge: tuple[ZoneInfo, datetime], offset: int
-) -> None:
-    (hours, minutes), (zone, day) = plan, edge
-    dtstart = datetime(1990, 1, 1, tzinfo=zone)
-    rule = rrule("HOURLY" if hours is None else "DAILY", dtstart=dtstart, byhour=hours, byminute=minutes, bysecond=0)
-    same = crontab(set(minutes), "*" if hours is None else set(hours))
-    after = day + offset * MINUTE
+def test_clocks_shift_a_rule_as_they_shift_a_crontab(freq, parts, as_crontab) -> None:
+    for zone, day in EDGES:
+        rule = rrule(freq, dtstart=datetime(1990, 1, 1, 2, 30, tzinfo=zone), **parts)
 
-    assert list(islice(occurrences(rule, after, UTC), 40)) == list(islice(occurrences(same, after, zone), 40))
+        expected, found = (
+            list(takewhile(partial(gt, day + 2 * DAY), occurrences(each, day, zone))) for each in (as_crontab, rule)
+        )
+        assert found == expected, (zone, day)
 
 
 @pytest.mark.parametrize("minutes", [25, 60, 420])

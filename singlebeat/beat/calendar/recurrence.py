@@ -195,18 +195,20 @@ def _next_crontab(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> date
     """
     Return the next time at which the wall clock of `zone` satisfies every field, by the DST rules of Debian's cron(8).
 
-    - Wildcard job (minute or hour begins with `*`, or names every value): runs whenever the wall clock shows a matching
-      minute: in both passes of a repeated hour, and not at all in a skipped hour. Only the last differs from cron(8):
-      if its hour is no wildcard, it runs once right after the gap, or the night might be without a run.
+    - Wildcard job (minute begins with `*`, or minute or hour names every value): runs whenever the wall clock shows a
+      matching minute: in both passes of a repeated hour, and not at all in a skipped hour.
     - Fixed job (any other): a time in a repeated hour runs in the first pass only; times in a skipped hour run once,
       right after the gap.
+
+    Two things differ from cron(8), or a night might be without a run, or have two: the hours `*/n` are fixed times, and
+    a wildcard minute in a fixed hour that is skipped runs once, right after the gap.
 
     Day of month and day of week must both match, as in Celery. CronSim only serves as the calendar: its own DST
     arithmetic skips minutes, or goes back in time, where the shift is not a whole hour (Lord Howe) or does not happen
     on the hour (Chatham).
     """
-    times = ((schedule.minute, schedule._orig_minute, 60), (schedule.hour, schedule._orig_hour, 24))
-    any_minute, any_hour = (len(values) == size or str(spec).startswith("*") for values, spec, size in times)
+    any_minute = len(schedule.minute) == 60 or str(schedule._orig_minute).startswith("*")
+    any_hour = len(schedule.hour) == 24
     fields = (schedule.minute, schedule.hour, schedule.day_of_month, schedule.month_of_year, schedule.day_of_week)
 
     def walls(wall: datetime) -> Iterator[datetime]:
@@ -278,8 +280,7 @@ def _next_rrule(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> dateti
     """
     Return the next time of a rule of RFC 5545; a shift of the clocks affects a rule like a crontab.
 
-    A rule of hours, minutes or seconds, or one that names all 24 hours, is treated like a wildcard job. A rule of
-    hours, minutes or seconds that has no other part counts elapsed time.
+    A rule of hours, minutes or seconds that has no other part counts elapsed time.
     """
     if schedule.interval < 1:
         msg = f"the interval of an rrule must be at least 1, not {schedule.interval}"
@@ -291,8 +292,8 @@ def _next_rrule(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> dateti
         if not isinstance(clock, ZoneInfo) and start.utcoffset() == _offset(start, zone):
             clock = zone
         walls = partial(rfc5545.walls, schedule, start.astimezone(UTC).astimezone(clock).replace(tzinfo=None))
-        is_wildcard = rfc5545.keeps_pace(schedule)
-        found = _on_clock(walls, after, clock, repeats=is_wildcard, skips=is_wildcard)
+        any_minute, any_hour = rfc5545.wildcards(schedule)
+        found = _on_clock(walls, after, clock, repeats=any_minute or any_hour, skips=any_hour)
     return None if found is None or (schedule.until is not None and found > schedule.until) else found
 
 

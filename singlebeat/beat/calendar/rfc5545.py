@@ -16,7 +16,7 @@ from dateutil.rrule import DAILY, HOURLY, MINUTELY, MONTHLY, SECONDLY, WEEKLY, Y
 if TYPE_CHECKING:
     from redbeat.schedules import rrule as RedBeatRule  # noqa: N812 - another class than dateutil's
 
-__all__ = ("is_paced", "keeps_pace", "step_of", "walls")
+__all__ = ("is_paced", "step_of", "walls", "wildcards")
 
 DAY = timedelta(days=1)
 #: The length of one period, for each frequency whose periods all have the same length.
@@ -63,9 +63,16 @@ def is_paced(schedule: RedBeatRule) -> bool:
     return schedule.freq >= HOURLY and all(getattr(schedule, name) is None for name in parts)
 
 
-def keeps_pace(schedule: RedBeatRule) -> bool:
-    """Return whether an rrule runs in both passes of a repeated hour: it steps by hours or less, or names all hours."""
-    return schedule.freq >= HOURLY or len(set(_listed(schedule.byhour) or ())) == 24
+def wildcards(schedule: RedBeatRule) -> tuple[bool, bool]:
+    """Return whether the minutes of an rrule are a wildcard, as those of a crontab are, and whether its hours are.
+
+    The hours are if they name all 24, and the rule, if it steps by hours or less, meets each of them alike.
+    """
+    hours, minutes = len(set(_listed(schedule.byhour) or ())), len(set(_listed(schedule.byminute) or ()))
+    step, hour = step_of(schedule) if schedule.freq >= DAILY else DAY, PERIODS[HOURLY]
+    any_minute = minutes == 60 or (schedule.freq >= MINUTELY and not minutes and step < hour)
+    any_hour = hours == 24 or (schedule.freq >= HOURLY and not hours)
+    return any_minute, any_hour and (schedule.freq < HOURLY or not hour % step)
 
 
 def step_of(schedule: RedBeatRule) -> timedelta:
