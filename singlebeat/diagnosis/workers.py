@@ -315,6 +315,6 @@ def _slots(stats: Mapping[str, Any]) -> int | None:
 
 
 def _started(run: Mapping[str, Any]) -> datetime | None:
-    with suppress(TypeError, ValueError, OverflowError):
+    with suppress(TypeError, ValueError, OverflowError, OSError):
         return datetime.fromtimestamp(run["time_start"], UTC)
     return None

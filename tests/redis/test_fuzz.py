@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tracemalloc
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +16,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from singlebeat.beat.decide import claim_for
-from singlebeat.beat.entries.entry import Entry
-from singlebeat.beat.entries.occurrence import Decision, DecisionType
+from singlebeat.beat.entries.entry import Entry, Meta
+from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
+from singlebeat.beat.entries.pauses import Pause
+from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.leadership.lease import Term
 from singlebeat.beat.store.claims import Confirmation, Store
 from singlebeat.beat.store.quarantine import QUARANTINED
@@ -113,6 +119,28 @@ def test_a_definition_is_read_or_refused(app, definition):
         pass
     else:
         assert entry.task
+
+
+#: The other fields of an entry, and of what is stored beside it: the parts that each needs, and those that it may have.
+DECODERS: dict[str, tuple[Callable[[str], object], dict[str, object], Sequence[str]]] = {
+    "pending": (Occurrence.decode, {"id": "x", "nominal": 0.0}, ["id", "nominal", "previous", "kind", "overlap"]),
+    "meta": (Meta.decode, {"last_run_at": None}, ["last_run_at", "total_run_count"]),
+    "since": (partial(Meta.decode, '{"last_run_at": null}'), {"since": None}, ["since", "last_run_at"]),
+    "policy": (EntryPolicy.decode, {}, [*EntryPolicy.names()]),
+    "a pause": (partial(Pause.decode, "all"), {}, [each.name for each in dataclasses.fields(Pause)]),
+}
+#: As of seconds to nanoseconds since 1970, and beyond: what overflows raises four kinds of errors.
+magnitudes = st.sampled_from([sign * 10**digits for digits in (*range(8, 22), 300, 400) for sign in (1, -1)])
+
+
+@pytest.mark.parametrize("field", DECODERS)
+@settings(EXAMPLES, max_examples=200)
+@given(data=st.data())
+def test_a_field_is_read_or_refused(field, data):
+    decode, least, parts = DECODERS[field]
+    given_parts = data.draw(st.dictionaries(st.sampled_from(parts), magnitudes | values, min_size=1, max_size=2))
+    with suppress(EntryError):
+        decode(json.dumps(least | given_parts))
 
 
 @settings(EXAMPLES, max_examples=200)

@@ -935,7 +935,7 @@ def test_a_key_that_a_user_makes_is_made_anew_for_each_run(bench, own):
 
 
 @pytest.mark.parametrize("field", ["nominal", "previous"])
-@pytest.mark.parametrize("value", ["Infinity", "NaN", "1e300"])
+@pytest.mark.parametrize("value", ["Infinity", "NaN", "1e300", "1e18"])
 def test_a_claimed_time_that_is_none_does_not_hinder_the_others(bench, caplog, field, value):
     bench.put("a")
     bench.put("b")

@@ -139,7 +139,7 @@ class Occurrence:
                 None if overlap is None else Overlap(overlap),
                 text,
             )
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as exc:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError, RecursionError) as exc:
             raise EntryError(f"pending cannot be read: {type(exc).__name__}: {exc}") from exc
 
 
