@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from celery import Celery
@@ -19,6 +20,7 @@ from redis.connection import UnixDomainSocketConnection
 from redis.exceptions import RedisError, ResponseError
 
 from singlebeat import Entry, Schedule, signals
+from singlebeat.beat.entries import save
 from singlebeat.beat.entries.entry import PARKED, Meta
 from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrence
 from singlebeat.beat.entries.policy import EntryPolicy
@@ -1035,6 +1037,42 @@ def test_a_static_entry_stays_paused(install, redis, app):
 
     definition = json.loads(redis.hget("redbeat:e", "definition"))
     assert (definition["enabled"], definition["args"]) == (False, ["new"])
+
+
+@pytest.mark.parametrize("meanwhile", ["resume", "enable", "delete"])
+@pytest.mark.parametrize("how", ["upsert", "save", "install"])
+def test_an_entry_that_is_let_go_on_while_it_is_replaced_goes_on(install, app, monkeypatch, how, meanwhile):
+    """What the first attempt took over from the stored entry has changed before the second one."""
+    entries, write = Schedule(app), save._write
+    install(e=schedule(3600))
+    off = entries.get("e")
+    off.enabled = meanwhile != "enable"
+    entries.save(off)
+    if meanwhile != "enable":
+        entries.pause("e", "an audit")
+
+    def write_late(*args: Any) -> Any:
+        monkeypatch.undo()
+        if meanwhile == "enable":
+            on = entries.get("e")
+            on.enabled = True
+            entries.save(on)
+        else:
+            assert getattr(entries, meanwhile)("e")
+        return write(*args)
+
+    monkeypatch.setattr(save, "_write", write_late)
+    new = Entry("e", TASK, schedule(60), app=app)
+    if how == "upsert":
+        entries.upsert("e", TASK, 60)
+    elif how == "save":
+        new.save()
+    else:
+        install(e=new)
+
+    stored = entries.get("e")
+    assert (stored.schedule, stored.enabled) == (schedule(60), True)
+    assert (stored.policy.paused, stored.policy.note) == (False, "")
 
 
 def test_an_unchanged_static_entry_keeps_its_next_time(install, redis):

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 from celery.schedules import crontab
+from celery.schedules import schedule as interval
 from jsonschema import Draft202012Validator, FormatChecker
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from singlebeat import Schedule
+from singlebeat.beat.entries import save
 from singlebeat.beat.entries.definition import MOST_NESTED
 from singlebeat.beat.schedule import PROPOSE
 from singlebeat.cli import COMMANDS
@@ -331,6 +333,22 @@ def test_a_stored_entry_keeps_its_pause_and_its_past(client, schedule, e):
     client("PUT", "/entry", {"definition": {**NIGHTLY, "schedule": 60}}, name="e")
 
     assert (schedule.get("e").policy.paused, schedule.get("e").policy.note) == (True, "why")
+
+
+def test_an_entry_that_is_resumed_while_it_is_stored_goes_on(client, schedule, e, monkeypatch):
+    schedule.pause("e", "why")
+    write = save._write
+
+    def write_late(*args):
+        monkeypatch.undo()
+        assert schedule.resume("e")
+        return write(*args)
+
+    monkeypatch.setattr(save, "_write", write_late)
+    client("PUT", "/entry", {"definition": {**NIGHTLY, "schedule": 60}}, name="e")
+
+    assert (schedule.get("e").policy.paused, schedule.get("e").policy.note) == (False, "")
+    assert schedule.get("e").schedule == interval(60)
 
 
 def test_a_new_entry_runs_at_its_times_and_not_at_once(client, schedule):

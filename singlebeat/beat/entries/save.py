@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -121,15 +122,15 @@ def save_entries(
     for at in range(0, len(names), BATCH):
         left: Sequence[str] = names[at : at + BATCH]
         for _ in range(ATTEMPTS):
-            planned = {name: entries[name] for name in left}
+            # Copies, which take over what is stored, such as a pause: that may have ended before the next attempt.
+            planned = {name: copy.copy(entries[name]) for name in left}
             wishes = _plan(client, keys, planned, results, now, keep_disabled, over or {})
-            if dry_run:
-                left = ()
-                break
-            left = _write(client, keys, wishes, author, action, note, fence, unsent or {})
-            for name in wishes.keys() - set(left):
-                definition, _, policy, _ = wishes[name].fields
-                entries[name].version = definition, policy
+            left = () if dry_run else _write(client, keys, wishes, author, action, note, fence, unsent or {})
+            for name in planned.keys() - set(left):
+                if name in wishes and not dry_run:
+                    definition, _, policy, _ = wishes[name].fields
+                    planned[name].version = definition, policy
+                entries[name].__dict__.update(planned[name].__dict__)
             if not left:
                 break
         for name in left:

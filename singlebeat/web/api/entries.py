@@ -163,13 +163,14 @@ def save(
     if is_partial and found is not None:
         entry = _changed(found, given, policy)
     else:
-        if found is not None and not expected and found.wishes.get("paused"):
-            # As in ``Schedule.save``: a client that has not read the entry does not know that it is paused.
+        has_masks = given != definition  # whose stored values are those that were read
+        if found is not None and not expected and has_masks and found.wishes.get("paused"):
+            # As in ``save_entries``: a client that has not read the entry does not know that it is paused.
             policy = {**policy, "paused": True, "note": found.wishes.get("note") or ""}
         entry = drafted(board, name, given, policy)
         if must_be_new or found is None:
             entry.version = NOTHING
-        elif expected or given != definition:  # the stored values of masks are those that were read
+        elif expected or has_masks:
             entry.version = found.texts["definition"], found.texts["policy"]
     try:
         schedule.save(entry)
