@@ -40,6 +40,7 @@ class Stored:
     replaced: set[str]  #: task ids that were evicted while they waited
     lost: set[str]  #: deliveries whose runs ended without their lock
     ended: set[str]  #: deliveries whose ends are remembered
+    unsent: set[tuple[str, float]]  #: generations that ended before it was known that what follows them was sent
 
 
 class BothBackends:
@@ -77,17 +78,19 @@ class BothBackends:
             for id_, gen, *rest in rows
         ]
         ends = [(id_, end) for id_, _, end in (member.rpartition(":") for member in members)]
-        over = {(id_, read_generation(end)) for id_, end in ends if end not in {"replaced", "lost", "over"}}
-        words = ({id_ for id_, end in ends if end == word} for word in ("replaced", "lost", "over"))
-        return Stored(*records, over, *words)
+        names = ("replaced", "lost", "over", "unsent")
+        over = {(id_, read_generation(end)) for id_, end in ends if end not in names}
+        replaced, lost, ended, unsent = ({id_ for id_, end in ends if end == word} for word in names)
+        generations = ((id_, read_generation(end)) for id_, _, end in (each.rpartition(":") for each in unsent))
+        return Stored(*records, over, replaced, lost, ended, {*generations})
 
     def _stored_in_memory(self, lock: str) -> Stored:
         found = [self.memory._live(key) for key in (lock, behind_key(lock), turn_key(lock))]
         records = [r and Record(r.task_id, r.generation, r.state, r.nonce, r.payload, r.if_held) for r in found]
         ends = self.memory._done.get(lock, {})
-        over = {(id_, end) for id_, end in ends if end not in {REPLACED, LOST, OVER}}
+        over = {(id_, end) for id_, end in ends if end >= 0}
         words = ({id_ for id_, end in ends if end == word} for word in (REPLACED, LOST, OVER))
-        return Stored(*records, over, *words)
+        return Stored(*records, over, *words, {*self.memory._unsent.get(lock, {})})
 
 
 def _comparable(answer: Any, fences: list[int]) -> Any:

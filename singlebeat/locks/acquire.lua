@@ -6,8 +6,9 @@
 --
 -- KEYS[1...]  four for each call:
 --             lock       hash: id, gen, state, nonce, fence, task, args, entry, since (ms), until (ms), payload, if_held
---             done       zset: "id:generation" of runs that ended under this lock recently, by time (ms), and
---                        "id:replaced" of calls that were evicted before they started, by the end (ms) of their wait
+--             done       zset: "id:generation" of runs that ended under this lock recently, by time (ms), also with
+--                        ":unsent" behind it, as in finish; and "id:replaced" of calls that were evicted before they
+--                        started, by the end (ms) of their wait
 --             behind     hash, as lock: the call that waits for the end of the holder
 --             turn       hash, as lock: the call that waits for the end of the holder, and runs by itself
 --             (if_held, in lock and behind: that of their call; a call with an empty if_held keeps its own arguments;
@@ -42,12 +43,13 @@
 --          done      our id ended under this lock: do not send again; another id may hold the lock now
 --          held      another id holds the lock or waits for it; nothing was written but the payload. Or our id runs in a
 --                    lower generation, which our call replaces; nothing was written
---          unusable  a key has another type, or a field that must be a number is none; the second value is the reason;
---                    nothing was written
+--          unusable  a key has another type or holds other data, or a field that must be a number is none; the second
+--                    value is the reason; nothing was written
 --          late      the deadline has passed; the fourth value is the server's time; nothing was written
 --
--- Uses numbers, wrong_field and shorten. A repetition by the same id gives the same reply, and writes nothing new. Of locks
--- that would last longer than they should, because the server's clock was set back, each call shortens the time.
+-- Uses numbers, wrong_field, no_lock and shorten. A repetition by the same id gives the same reply, and writes nothing
+-- new. Of locks that would last longer than they should, because the server's clock was set back, each call shortens the
+-- time.
 
 local again, deadline = ARGV[1] == "1", tonumber(ARGV[2])
 local time = redis.call("TIME")
@@ -94,7 +96,7 @@ end
 --- Forget the ends of an id from a generation on, because a new call has the id.
 local function forget(done, id, gen)
   for _, member in ipairs(redis.call("ZRANGE", done, 0, -1)) do
-    local what = string.sub(member, 1, #id + 1) == id .. ":" and string.sub(member, #id + 2)
+    local what = string.sub(member, 1, #id + 1) == id .. ":" and string.gsub(string.sub(member, #id + 2), ":unsent$", "")
     if what == "replaced" or (what and (tonumber(what) or -1) >= tonumber(gen)) then
       redis.call("ZREM", done, member)
     end
@@ -107,7 +109,7 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
     return {"late", "", "", now_text, "0", 0, ""}
   end
   local record = redis.pcall("HMGET", lock, "id", "state", "until", "if_held", "since", "renewed", "uncut", "gen")
-  local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, id .. ":replaced")
+  local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, id .. ":replaced", id .. ":" .. gen .. ":unsent")
   local next_record = redis.pcall("HMGET", behind, "id", "until", "if_held", "taken", "since", "uncut")
   local by_itself = redis.pcall("HMGET", turn, "id", "since")
   local err = record.err or ended.err or next_record.err or by_itself.err
@@ -118,10 +120,11 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   end
   local wrong = wrong_field({"", "until", "uncut"}, {record[3], record[7]})
     or wrong_field({behind .. ": ", "until", "taken", "uncut"}, {next_record[2], next_record[4], next_record[6]})
+    or no_lock({lock, behind, turn}, {record[1], next_record[1], by_itself[1]})
   if wrong then
     return {"unusable", wrong, "", "0", "0", 0, ""}
   end
-  local has_ended = ended[1] or ended[2]
+  local has_ended = ended[1] or ended[2] or ended[3]
   if again and has_ended then
     return reply("done", lock, id)
   end

@@ -68,6 +68,9 @@ MOST_WAITS = 10
 #: Seconds of the longest wait of a message whose lock another call holds, until it asks again.
 LONGEST_WAIT = 5.0
 
+#: What ``no_lock.lua`` says of a key that holds no lock.
+OTHER_DATA = "a hash of other data"
+
 #: Most characters of a key in a message that the history keeps; of a longer key, the middle is left out.
 LONGEST_SHOWN = 84
 
@@ -123,7 +126,7 @@ class Holder:
 
     verdict: Verdict
     task_id: str
-    state: str  #: ``queued``, ``running`` or ``timed``
+    state: str  #: ``queued``, ``running`` or ``timed``; ``waiting``: it has no lock yet, and goes first
     since: datetime | None  #: when the state began, in UTC
     fence: int  #: the fencing number of the run: rises from run to run
     ttl: float  #: seconds until the lock ends unless it is renewed
@@ -474,13 +477,15 @@ class BaseBackend(ABC):
 
     @abstractmethod
     def finish_many(
-        self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False, took: bool = False
+        self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False, took: bool = False, unsent: bool = False
     ) -> Sequence[Ref]:
         """Free the locks of requests that are over, in one round trip; the locks of other requests stay.
 
         Args:
             ran: whether they have run; their ends are then remembered even if their locks were lost or never acquired.
             took: whether they have run, and had taken their locks.
+            unsent: whether what follows them, such as the next step of a chain, may be unsent: another delivery of
+                the message may run after a lease, until another call says that they are over.
 
         Returns:
             Those that had taken their locks, and did not hold them any more when their ends were first reported.
@@ -552,6 +557,8 @@ def unusable(key: str, reason: str) -> str:
         return f"the lock {key[:LONGEST_SHOWN]} is unusable: {reason}"
     shown = key if len(key) <= LONGEST_SHOWN else f"{key[: LONGEST_SHOWN // 2]}…{key[-LONGEST_SHOWN // 2 :]}"
     advice = f"delete the lock (celery singlebeat unlock --force {shlex.quote(key)})"
+    if OTHER_DATA in reason:
+        return f"the lock {shown} is unusable: {reason}. Give the calls another key, or move the data away"
     if "WRONGTYPE" in reason:
         where = "it must be a hash, and its :done a zset"
         return f"the lock {shown} is unusable: {where} (WRONGTYPE): delete the wrong one"

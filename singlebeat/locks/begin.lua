@@ -2,8 +2,9 @@
 --
 -- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, entry, since (ms), until (ms), payload, next; worker,
 --                     renewed (ms) and sent, as in renew, of earlier deliveries
--- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock recently, by time (ms), and
---                     "id:replaced" of calls that were evicted before they started, by the end (ms) of their wait
+-- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock recently, by time (ms), with ":unsent"
+--                     behind it if what follows them may be unsent; and "id:replaced" of calls that were evicted before
+--                     they started, by the end (ms) of their wait
 -- KEYS[3]  queued     hash, as lock: the lock of the message while it is queued; KEYS[1] if the lock is the same
 -- KEYS[4]  behind     hash, as lock, and if_held, taken: the call that waits for the end of the holder; renewed (ms)
 --                     alone: the time at which its message has asked last, in vain
@@ -26,22 +27,24 @@
 -- ARGV[14] deadline   the server's time (ms) after which no caller waits for the reply
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms), payload, entry}; if held, also {time since
---          which the message waits (ms), ms since which the holder is in its state: 0 unless the message has the turn}
+--          which the message waits (ms), ms since which the holder is in its state: 0 unless the message has the turn};
+--          the state of a holder that has the turn alone is "waiting"
 --          started   the run holds the lock, and its queued lock is free; fence is its fencing number, payload the
 --                    arguments of the latest call that it stands for, or an empty string
---          copy      another delivery of the same message runs under a live lease
+--          copy      another delivery of the same message runs under a live lease, or has run less than a lease ago,
+--                    and may be about to send what follows it
 --          stale     a later generation of the same id holds the lock
 --          done      this generation of the id has ended before
 --          replaced  another call has evicted our id while it was queued
 --          held      another id holds the lock, or waits for it and came first; nothing was written but our turn, or
 --                    the time in our place
---          unusable  a key has another type, or a field that must be a number is none; the second value is the reason;
---                    nothing was written
+--          unusable  a key has another type or holds other data, or a field that must be a number is none; the second
+--                    value is the reason; nothing was written
 --          late      the deadline has passed; the fourth value is the server's time; nothing was written
 --
--- Uses numbers, wrong_field and shorten. A repetition by the same delivery gives the same reply, and writes nothing but the
--- lease of its turn and the time in its place. Of locks that would last longer than they should, because the server's
--- clock was set back, each message shortens the time.
+-- Uses numbers, wrong_field, no_lock and shorten. A repetition by the same delivery gives the same reply, and writes
+-- nothing but the lease of its turn and the time in its place. Of locks that would last longer than they should, because
+-- the server's clock was set back, each message shortens the time.
 --
 -- A message may wait for longer than its lock lasts, and a newer call may acquire the lock meanwhile. In a long queue, each
 -- would be dropped for a newer one, and none would run. So the older one may overtake: the newer one then has no lock
@@ -72,7 +75,7 @@ end
 
 local record = redis.pcall("HMGET", lock, "id", "gen", "state", "nonce", "until", "fence", "next", "since", "renewed",
   "payload", "entry")
-local ended = redis.pcall("ZMSCORE", done, id .. ":" .. ARGV[2], id .. ":replaced")
+local ended = redis.pcall("ZMSCORE", done, id .. ":" .. ARGV[2], id .. ":replaced", id .. ":" .. ARGV[2] .. ":unsent")
 local waiting = queued == lock and {} or redis.pcall("HMGET", queued, "id", "payload")
 local place = redis.pcall("HMGET", behind, "id", "if_held", "taken", "since", "until")
 local by_itself = redis.pcall("HMGET", turn, "id", "since")
@@ -85,7 +88,8 @@ end
 local wrong = wrong_field({"", "gen", "until", "fence"}, {record[2], record[5], record[6]})
   or wrong_field({behind .. ": ", "taken", "since", "until"}, {place[3], place[4], place[5]})
   or wrong_field({turn .. ": ", "since"}, {by_itself[2]})
-  or record[1] and not record[2] and "its field gen must be a number, and is missing"
+  or (record[1] and not record[2] and "its field gen must be a number, and is missing")
+  or no_lock({lock, behind, turn}, {record[1], place[1], by_itself[1]})
 if wrong then
   return {"unusable", wrong, "", "0", "0", 0, ""}
 end
@@ -94,6 +98,9 @@ if ended[1] then
 end
 if ended[2] then
   return reply("replaced")
+end
+if ended[3] and math.abs(now - ended[3]) < lease then
+  return reply("copy")
 end
 local holder, held_gen, state, held_nonce = record[1], tonumber(record[2]), record[3], record[4]
 shorten({lock}, {now, state, record[8], record[9]})
@@ -124,6 +131,7 @@ end
 local function held(by)
   local answer = reply("held", by)
   answer[9], answer[10] = string.format("%.0f", since), "0"
+  answer[3] = by == turn and "waiting" or answer[3]
   if turn_ms > 0 and place[1] ~= id and (not in_turn or in_turn == id or is_older) then
     redis.call("PEXPIRE", turn, string.format("%.0f", turn_ms)) -- if this is forbidden, nothing is written
     if in_turn ~= id then

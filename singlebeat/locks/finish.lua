@@ -6,13 +6,16 @@
 --             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload, next,
 --                       next_ttl (ms); uncut (ms), as in acquire
 --             done      zset, by time (ms): "id:generation" of runs that ended under this lock recently, for REPEATED ms
---                       with ":delivery:over" behind it, and "delivery:lost" of those that ended without the lock
+--                       with ":delivery:over" behind it; "delivery:lost" of those that ended without the lock; and
+--                       "id:generation:unsent" of those of which what follows them may be unsent
 --             turn      hash, as lock: the call that waits for the end of the holder, and runs by itself; the turn of a
 --                       request that is over is freed
 -- ARGV[1]  done_ms   ms for which the end of a run is remembered; 0: no end is remembered
 -- ARGV[2]  ran       2: the requests have run under their locks; 1: they have run, perhaps without them, even if their
 --                    locks say otherwise; 0: they may not have started
--- ARGV[3]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message, or empty
+-- ARGV[3]  unsent    1: what follows the runs, such as the next step of a chain, may be unsent: another delivery of the
+--                    message may run after a lease, until another call says that they are over; 0: they are over
+-- ARGV[4]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message, or empty
 --                    if the message was never delivered]
 --
 -- returns  JSON, one string for each request
@@ -22,23 +25,27 @@
 --          kept      the lock is free already, or another run, generation or id holds it, or the key has another type;
 --                    a promise of the lock to this message is taken back
 --
--- Uses numbers. A repetition replies "lost" again, or else "kept", and writes nothing: the main process repeats what the
--- run itself has done, and meanwhile a new call may have the same id.
+-- Uses numbers. A repetition replies "lost" again, or else "kept", and writes nothing but that a run is over that had
+-- something unsent: the main process repeats what the run itself has done, and meanwhile a new call may have the same id.
 
 local REPEATED = 60000 -- ms in which a repetition may follow
 
-local done_ms, ran, took = tonumber(ARGV[1]), ARGV[2] ~= "0", ARGV[2] == "2"
+local done_ms, ran, took, unsent = tonumber(ARGV[1]), ARGV[2] ~= "0", ARGV[2] == "2", ARGV[3] == "1"
 local time = redis.call("TIME")
 local now = string.format("%.0f", time[1] * 1000 + math.floor(time[2] / 1000))
 
 local function finish(lock, done, turn, id, gen, nonce)
-  local over = table.concat({id, gen, nonce, "over"}, ":")
+  local run = id .. ":" .. gen
+  local over = table.concat({run, nonce, "over"}, ":")
   -- A key of another type remembers nothing and is no error.
-  local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, nonce .. ":lost", over)
+  local ended = redis.pcall("ZMSCORE", done, run, nonce .. ":lost", over, run .. ":unsent")
   if ended.err and done_ms > 0 and not string.find(ended.err, "WRONGTYPE", 1, true) then
     return ended
   end
   if ended[3] then
+    if ran and not unsent and ended[4] and not ended[1] then
+      redis.call("ZADD", done, now, run)
+    end
     return ended[2] and "lost" or "kept"
   end
   local by_itself = redis.pcall("HMGET", turn, "id", "gen")
@@ -64,7 +71,7 @@ local function finish(lock, done, turn, id, gen, nonce)
     redis.call("PEXPIRE", done, ttl) -- if this is forbidden, nothing is written that would stay for ever
     redis.call("ZREMRANGEBYSCORE", done, "-inf", string.format("%.0f", now - done_ms))
     if ends then
-      redis.call("ZADD", done, now, id .. ":" .. gen)
+      redis.call("ZADD", done, now, unsent and run .. ":unsent" or run)
     end
     if loses then
       redis.call("ZADD", done, now, nonce .. ":lost")
@@ -87,13 +94,14 @@ local function finish(lock, done, turn, id, gen, nonce)
     redis.call("DEL", lock)
   end
   if done_ms > 0 and ends and nonce ~= "" then -- last: if the lock could not be freed, a repetition must do it
-    redis.call("ZADD", done, string.format("%.0f", now - math.max(0, done_ms - REPEATED)), over)
+    local time_left = unsent and done_ms or REPEATED
+    redis.call("ZADD", done, string.format("%.0f", now - math.max(0, done_ms - time_left)), over)
   end
   return reply
 end
 
 local replies = {}
-for i, request in ipairs(cjson.decode(ARGV[3])) do
+for i, request in ipairs(cjson.decode(ARGV[4])) do
   replies[i] = finish(KEYS[3 * i - 2], KEYS[3 * i - 1], KEYS[3 * i], unpack(request))
   if replies[i].err then
     return replies[i]

@@ -129,7 +129,7 @@ class InspectBackend(BaseBackend):
         return [Renewal.RUNNING] * len(refs)
 
     def finish_many(
-        self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False, took: bool = False
+        self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False, took: bool = False, unsent: bool = False
     ) -> Sequence[Ref]:
         """Do nothing: workers no longer report a run that has ended."""
         return ()

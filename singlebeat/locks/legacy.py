@@ -158,7 +158,7 @@ class LegacyBackend(BaseBackend):
         return Renewal.RUNNING if held[1] == ref.generation else Renewal.OVER
 
     def finish_many(
-        self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False, took: bool = False
+        self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False, took: bool = False, unsent: bool = False
     ) -> Sequence[Ref]:
         """Free the locks of requests that are over; the locks of other requests stay. Which were lost is not known."""
         with _naming(self.name):

@@ -68,6 +68,8 @@ class MemoryBackend(BaseBackend):
         self._mutex = threading.RLock()
         self._records: dict[str, _Record] = {}
         self._done: dict[str, dict[tuple[str, float], float]] = {}
+        #: By lock, since when what follows the run of an id and generation may be unsent.
+        self._unsent: dict[str, dict[tuple[str, float], float]] = {}
         self._announced = (0.0, "")
         self._last_fence = 0
 
@@ -88,7 +90,9 @@ class MemoryBackend(BaseBackend):
     def _acquire(self, call: Call, *, may_be_resent: bool) -> Holder:  # noqa: PLR0912 - as in acquire.lua
         ref, behind = call.ref, replace(call.ref, key=behind_key(call.ref.key))
         turn = replace(ref, key=turn_key(ref.key))
-        if may_be_resent and any(self._ended(ref.key, ref.task_id, ended) for ended in (ref.generation, REPLACED)):
+        has_ended = any(self._ended(ref.key, ref.task_id, ended) for ended in (ref.generation, REPLACED))
+        has_ended = has_ended or self._unsent_since(ref) > -math.inf
+        if may_be_resent and has_ended:
             return self._holder(Verdict.DONE, ref)
         now, holder, waiting = self._clock(), self._live(ref.key), self._live(behind.key)
         taken, uncut = waiting.taken if waiting else now, now + call.ttl
@@ -129,11 +133,11 @@ class MemoryBackend(BaseBackend):
         must_wait = bool(holder or waiting or in_turn)
         if not in_turn:
             self._records.pop(turn.key, None)
-        if any(self._ended(ref.key, ref.task_id, ended) for ended in (ref.generation, REPLACED)):
-            ends = self._done.get(ref.key, {})
-            for task_id, ended in [*ends]:
-                if task_id == ref.task_id and (ended == REPLACED or ended >= ref.generation):
-                    del ends[task_id, ended]
+        if has_ended:
+            for ends in (self._done.get(ref.key, {}), self._unsent.get(ref.key, {})):
+                for task_id, ended in [*ends]:
+                    if task_id == ref.task_id and (ended == REPLACED or ended >= ref.generation):
+                        del ends[task_id, ended]
         until = now + call.expiry if call.expiry else None
         owner = (ref.task_id, ref.generation, call.state, "")
         record = _Record(*owner, 0, call.task, call.arguments, now, now, until, "", call.if_held, call.entry)
@@ -168,6 +172,8 @@ class MemoryBackend(BaseBackend):
                 return self._holder(Verdict.DONE, ref)
             if self._ended(ref.key, ref.task_id, REPLACED):
                 return self._holder(Verdict.REPLACED, ref)
+            if self._unsent_since(ref) > now - lease:
+                return self._holder(Verdict.COPY, ref)
             behind, turn = replace(ref, key=behind_key(ref.key)), replace(ref, key=turn_key(ref.key))
             place, by_itself = self._live(behind.key), self._live(turn.key)
             is_behind = place is not None and place.task_id == ref.task_id
@@ -197,6 +203,8 @@ class MemoryBackend(BaseBackend):
                 held_by = turn
             if held_by:
                 holder, held_for = self._holder(Verdict.HELD, held_by), 0.0
+                if held_by is turn:
+                    holder = replace(holder, state="waiting")
                 if turn_ttl and not is_behind and (by_itself is None or is_in_turn or is_older):
                     new = _Record(
                         ref.task_id, ref.generation, "queued", "", 0, task, arguments, since, now, None, "", entry=entry
@@ -268,7 +276,7 @@ class MemoryBackend(BaseBackend):
 
     def _renew(self, ref: Ref, lease: float) -> Renewal:
         record = self._live(ref.key)
-        if self._ended(ref.key, ref.task_id, ref.generation):
+        if self._ended(ref.key, ref.task_id, ref.generation) or self._ended(ref.key, _run_of(ref), OVER):
             return Renewal.LOST if self._ended(ref.key, ref.nonce, LOST) else Renewal.OVER
         if record is None or (record.task_id, record.generation) != (ref.task_id, ref.generation):
             return Renewal.LOST
@@ -289,16 +297,19 @@ class MemoryBackend(BaseBackend):
             return True
 
     def finish_many(
-        self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False, took: bool = False
+        self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False, took: bool = False, unsent: bool = False
     ) -> Sequence[Ref]:
         """Free the locks of requests that are over, and return those that have lost them before."""
         with self._mutex:
-            return tuple(ref for ref in refs if self._finish(ref, remember_for, ran=ran or took, took=took))
+            return tuple(
+                ref for ref in refs if self._finish(ref, remember_for, ran=ran or took, took=took, unsent=unsent)
+            )
 
-    def _finish(self, ref: Ref, remember_for: float, *, ran: bool, took: bool) -> bool:
+    def _finish(self, ref: Ref, remember_for: float, *, ran: bool, took: bool, unsent: bool) -> bool:
         """Free the lock of a request that is over; return whether it was lost before."""
-        over = f"{ref.task_id}:{ref.generation}:{ref.nonce}"
-        if self._ended(ref.key, over, OVER):  # the main process repeats it; a new call may have the same id
+        if self._ended(ref.key, _run_of(ref), OVER):  # the main process repeats it; a new call may have the same id
+            if ran and not unsent and self._unsent_since(ref) > -math.inf:
+                self._remember(ref.key, ref.task_id, ref.generation, remember_for)
             return self._ended(ref.key, ref.nonce, LOST)
         by_itself = self._live(turn_key(ref.key))
         if by_itself and by_itself.task_id == ref.task_id and by_itself.generation <= ref.generation:
@@ -314,9 +325,12 @@ class MemoryBackend(BaseBackend):
         is_lost = self._ended(ref.key, ref.nonce, LOST)
         is_lost |= took and bool(ref.nonce) and not (holds or unstarted or has_ended)
         if remember_for > 0 and not has_ended and (holds or (ran and (unstarted or not ours))):
-            self._remember(ref.key, ref.task_id, ref.generation, remember_for)
+            if unsent:
+                self._unsent.setdefault(ref.key, {})[ref.task_id, ref.generation] = self._clock()
+            else:
+                self._remember(ref.key, ref.task_id, ref.generation, remember_for)
             if ref.nonce:
-                self._remember(ref.key, over, OVER, min(60.0, remember_for))
+                self._remember(ref.key, _run_of(ref), OVER, remember_for if unsent else min(60.0, remember_for))
         if remember_for > 0 and is_lost:
             self._remember(ref.key, ref.nonce, LOST, remember_for)
         if record is None or not (holds or unstarted):
@@ -354,7 +368,7 @@ class MemoryBackend(BaseBackend):
     def clear(self, key_prefix: str) -> None:
         """Free every lock under a prefix, regardless of its holder."""
         with self._mutex:
-            for kept in (self._records, self._done):
+            for kept in (self._records, self._done, self._unsent):
                 for key in [key for key in kept if key.startswith(key_prefix)]:
                     del kept[key]
 
@@ -381,6 +395,9 @@ class MemoryBackend(BaseBackend):
     def _ended(self, key: str, task_id: str, generation: float) -> bool:
         return self._done.get(key, {}).get((task_id, generation), 0.0) > self._clock()
 
+    def _unsent_since(self, ref: Ref) -> float:
+        return self._unsent.get(ref.key, {}).get((ref.task_id, ref.generation), -math.inf)
+
     def _remember(self, key: str, task_id: str, generation: float, remember_for: float) -> None:
         now = self._clock()
         ended = {run: until for run, until in self._done.get(key, {}).items() if until > now}
@@ -392,3 +409,8 @@ class MemoryBackend(BaseBackend):
             return Holder(verdict, ref.task_id, "", None, 0, 0.0)
         since, left = datetime.fromtimestamp(record.since, UTC), max(0.0, record.expires - self._clock())
         return Holder(verdict, record.task_id, record.state, since, record.fence, left, entry=record.entry)
+
+
+def _run_of(ref: Ref) -> str:
+    """Return the name of one delivery of a message, as an id for ``OVER``."""
+    return f"{ref.task_id}:{ref.generation}:{ref.nonce}"

@@ -52,9 +52,12 @@ NUMBER = re.compile(r"(?=.{1,16}$)[0-9]+(\.[0-9]*)?")
 # Read before there are threads and forks: reading a file of a package acquires a lock of the import system. A child
 # that is forked meanwhile would wait for that lock for ever.
 _NUMBERS, _SHORTEN = Script(__package__, "numbers"), Script(__package__, "shorten")
-_WRONG_FIELD = Script(__package__, "wrong_field", uses=[_NUMBERS])
+_WRONG_FIELD, _NO_LOCK = Script(__package__, "wrong_field", uses=[_NUMBERS]), Script(__package__, "no_lock")
 SCRIPTS = {
-    **{name: Script(__package__, name, uses=[_NUMBERS, _SHORTEN, _WRONG_FIELD]) for name in ("acquire", "begin")},
+    **{
+        name: Script(__package__, name, uses=[_NUMBERS, _SHORTEN, _WRONG_FIELD, _NO_LOCK])
+        for name in ("acquire", "begin")
+    },
     **{name: Script(__package__, name, uses=[_NUMBERS]) for name in ("finish", "renew", "rotate")},
 }
 SCRIPTS |= {name: Script(__package__, name) for name in ("promise", "unlock")}
@@ -270,10 +273,10 @@ class RedisBackend(BaseBackend):
         return bool(self._run("promise", (run.key,), args))
 
     def finish_many(
-        self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False, took: bool = False
+        self, refs: Sequence[Ref], *, remember_for: float, ran: bool = False, took: bool = False, unsent: bool = False
     ) -> Sequence[Ref]:
         """Free the locks of requests that are over, and return those that have lost them before."""
-        args = _ms(remember_for), 2 if took else int(ran)
+        args = _ms(remember_for), 2 if took else int(ran), int(unsent)
         replies = self._run_many("finish", refs, *args, rows=_requests(refs), keys_of=_keys_to_finish, goes_on=True)
         return tuple(ref for ref, reply in zip(refs, replies, strict=True) if reply == "lost")
 

@@ -4,8 +4,8 @@
 --             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload; worker and
 --                       renewed (ms): the worker and time of the last renewal, the time alone for a run of another
 --                       program, and as in begin; sent: a note of the sender, JSON
---             done      zset: "id:generation" of runs that ended under this lock recently, and "delivery:lost" of those
---                       that ended without it, by time (ms)
+--             done      zset: "id:generation" of runs that ended under this lock recently, with ":delivery:over" behind it
+--                       for a while, and "delivery:lost" of those that ended without it, by time (ms)
 -- ARGV[1]  lease_ms  ms that a lock outlives the worker; 0: it lasts as long as before, and shows that its message lives
 -- ARGV[2]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message, note of
 --                    the sender for a queued lock, or empty]
@@ -28,8 +28,9 @@ local function renew(lock, done, id, gen, nonce, note)
   if record.err then
     return string.find(record.err, "WRONGTYPE", 1, true) and "lost" or record
   end
-  local ended = redis.pcall("ZMSCORE", done, id .. ":" .. gen, nonce .. ":lost")
-  if not ended.err and ended[1] then -- a key of another type remembers nothing
+  local run = id .. ":" .. gen
+  local ended = redis.pcall("ZMSCORE", done, run, nonce .. ":lost", table.concat({run, nonce, "over"}, ":"))
+  if not ended.err and (ended[1] or ended[3]) then -- a key of another type remembers nothing
     return ended[2] and "lost" or "over"
   end
   if record[1] ~= id or record[2] ~= gen then

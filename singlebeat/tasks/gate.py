@@ -60,6 +60,7 @@ __all__ = (
     "Run",
     "Unsent",
     "admit",
+    "is_followed",
     "postpone",
     "postpone_unlocked",
     "run_under_lock",
@@ -283,7 +284,9 @@ def _free(task: Task, ticket: Ticket, *, took: bool = False) -> None:
         took: whether it is known that the run had taken its lock: its loss is recorded then, for the main process.
     """
     remember_for = Config.of(task.app).singlebeat_queued_ttl
-    backend_of(task.app).finish_many([ticket.run], remember_for=remember_for, ran=True, took=took)
+    # Its callbacks and the next step of its chain are sent after that, and the main process says whether they were.
+    unsent = task.acks_late and is_followed(task.request)
+    backend_of(task.app).finish_many([ticket.run], remember_for=remember_for, ran=True, took=took, unsent=unsent)
 
 
 def _finish(task: Task, ticket: Ticket, *, took: bool) -> None:
@@ -311,11 +314,16 @@ def turn_ttl(ticket: Ticket, request: Context, *, lease: float) -> float:
 
 def waits_for_its_turn(ticket: Ticket, request: Context) -> bool:
     """Return whether a message whose lock is held is sent again to wait; other messages are skipped."""
-    embedded = {"link": request.callbacks, "link_error": request.errbacks, "group_id": request.group}
-    embedded |= {name: getattr(request, name) for name in ("chain", "chord", "replaced_task_nesting")}
     # A redelivered message was no duplicate when it was sent. Its run was cut short, and an equal call came meanwhile.
     came_back = ticket.rejections > 0 or (request.delivery_info or {}).get("redelivered")
-    return ticket.waits or bool(ticket.queued and came_back) or has_continuations(embedded)
+    return ticket.waits or bool(ticket.queued and came_back) or is_followed(request)
+
+
+def is_followed(request: Context) -> bool:
+    """Return whether a chain, a chord, a group, a callback or a replaced task waits for this very run."""
+    embedded = {"link": request.callbacks, "link_error": request.errbacks, "group_id": request.group}
+    embedded |= {name: getattr(request, name) for name in ("chain", "chord", "replaced_task_nesting")}
+    return has_continuations(embedded)
 
 
 def admit(task: Task, ticket: Ticket, holder: Holder, request: Context) -> None:
@@ -355,7 +363,7 @@ def admit(task: Task, ticket: Ticket, holder: Holder, request: Context) -> None:
         case Verdict.REPLACED:
             _skip(task, ticket, request, "another call took its place", event="replaced")
             raise Replaced("another call took its place")
-    if waits_for_its_turn(ticket, request):
+    if waits_for_its_turn(ticket, request) or _has_no_heir(ticket, holder):
         countdown = min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.waited)
         if holder.held_for:
             # Newer messages leave the free lock to the one that has the turn: while it sleeps, none of them runs.
@@ -367,6 +375,15 @@ def admit(task: Task, ticket: Ticket, holder: Holder, request: Context) -> None:
     signals.duplicate.send(sender=task, task_id=holder.task_id, args=request.args, kwargs=request.kwargs, at="start")
     _skip(task, ticket, request, f"its lock is held by {holder}", event="duplicate", holder=holder.task_id)
     raise Refused(f"held by {holder}")
+
+
+def _has_no_heir(ticket: Ticket, holder: Holder) -> bool:
+    """Return whether a message is the last with its arguments, though a newer call should run in its place.
+
+    Its lock has ended in the queue, and it meets a call that need not be newer: one that has started, or that waits.
+    """
+    is_newer = holder.state == "queued" and not holder.fence
+    return (ticket.joinable or ticket.replaceable) and not is_newer
 
 
 def _skip(task: Task, ticket: Ticket, request: Context, why: str, *, event: str, holder: str = "") -> None:

@@ -70,6 +70,7 @@ class _End(NamedTuple):
     ran: bool = False  #: its run is over, and is remembered
     took: bool = False  #: the main process knows that the run had taken its lock
     task: str = ""  #: the name of its task if a loss of the lock is to be logged; else empty
+    unsent: bool = False  #: what follows the run may be unsent
 
 
 class _Handover(NamedTuple):
@@ -146,7 +147,8 @@ class Renewer:
         self._requests.pop(id(request), None)
         if request.ticket is not None:
             task = request.name if request.tells_loss(is_over=True) else ""
-            self._put_end(_End(time.monotonic() + after, request.ticket, request.has_run, request.has_begun, task))
+            due, took = time.monotonic() + after, request.has_begun
+            self._put_end(_End(due, request.ticket, request.has_run, took, task, request.leaves_unsent))
 
     def finish_ticket(self, ticket: Ticket) -> None:
         """Free the locks of a message that does not become a request."""
@@ -284,13 +286,15 @@ class Renewer:
         self._later = later + [end._replace(due=now + RETRY_AFTER) for end in over][-MOST_ENDS:]
         lost = set[Ref]()
 
-        def finish(refs: Sequence[Ref], *, ran: bool = False, took: bool = False) -> None:
-            lost.update(self.backend.finish_many(refs, remember_for=self.remember_for, ran=ran, took=took))
+        def finish(refs: Sequence[Ref], **how: bool) -> None:
+            lost.update(self.backend.finish_many(refs, remember_for=self.remember_for, **how))
 
         denied = set[Ref]()
-        for ran, took in ((True, True), (True, False), (False, False)):
-            refs = [end.ticket.run for end in over if (end.ran, end.ran and end.took) == (ran, took)]
-            denied |= self._in_parts(refs, partial(finish, ran=ran, took=took))
+        alike = dict[tuple[bool, bool, bool], list[Ref]]()
+        for end in over:
+            alike.setdefault((end.ran, end.ran and end.took, end.unsent), []).append(end.ticket.run)
+        for (ran, took, unsent), refs in alike.items():
+            denied |= self._in_parts(refs, partial(finish, ran=ran, took=took, unsent=unsent))
         denied |= self._in_parts([ref for end in over for ref in end.ticket.refs[1:]], finish)
         self._later = later
         again = [end._replace(due=now + DENIED_PAUSE) for end in over if not denied.isdisjoint(end.ticket.refs)]

@@ -108,7 +108,7 @@ def renew(draw: st.DrawFn) -> Ask:
 
 
 #: What is known of a run that is over.
-endings = st.sampled_from([{}, {"ran": True}, {"took": True}])
+endings = st.sampled_from([{}, {"ran": True}, {"took": True}, {"took": True, "unsent": True}])
 
 
 @st.composite
@@ -132,7 +132,7 @@ def by_user(draw: st.DrawFn) -> Ask:
 @st.composite
 def life(draw: st.DrawFn) -> list[Ask]:
     """What one delivery does, and a copy of it: verbs that pick their runs by themselves seldom meet."""
-    run, generation, how = draw(runs), draw(generations), draw(endings)
+    run, generation, how, last = draw(runs), draw(generations), draw(endings), draw(endings)
     copy, to = replace(run, nonce="n3"), Ref(run.key, run.task_id, generation)
     options = {"lease": LEASE, "remember_for": MEMORY, "task": "app.task", "arguments": ""}
     steps = [
@@ -140,7 +140,9 @@ def life(draw: st.DrawFn) -> list[Ask]:
         Ask("promise", lambda b: b.promise(run, to=to, ttl=PROMISED_TTL), run, to),
         Ask("finish", lambda b: b.finish_many([copy], remember_for=MEMORY, **how), copy, how),
         Ask("renew", lambda b: b.renew_many([run], lease=LEASE), run),
-        Ask("finish", lambda b: b.finish_many([run], remember_for=MEMORY), run),
+        Ask("finish", lambda b: b.finish_many([run], remember_for=MEMORY, **last), run, last),
+        Ask("begin", lambda b: b.begin(copy, **options), copy),
+        Ask("finish", lambda b: b.finish_many([run], remember_for=MEMORY, ran=True), run),
         Ask("begin", lambda b: b.begin(copy, **options), copy),
     ]
     return [step for step in steps if draw(st.sampled_from([True, True, True, False]))]

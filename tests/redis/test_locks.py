@@ -78,7 +78,7 @@ def renew(backend: RedisBackend, ref: Ref = RUN, *, lease: float = LEASE) -> Ren
 
 def finish(redis: Redis, ref: Ref = RUN, *, remember_for: float = MEMORY) -> str:
     """Call the script itself: the backend drops its verdict."""
-    args = (round(remember_for * 1000), 0, packed([(ref.task_id, str(ref.generation), ref.nonce)]))
+    args = (round(remember_for * 1000), 0, 0, packed([(ref.task_id, str(ref.generation), ref.nonce)]))
     reply = SCRIPTS["finish"](redis, (ref.key, done_key(ref.key), turn_key(ref.key)), args)
     (verdict,) = json.loads(reply)
     return verdict
@@ -114,6 +114,22 @@ def test_a_key_that_holds_no_lock_spoils_no_other_lock(backend, redis, may_be_re
     assert not redis.exists(LOCK)
     assert redis.keys(f"*{PREFIX}{{d2}}*") == [key]
     assert redis.get(key) == "somebody else's"
+
+
+@pytest.mark.parametrize("place", [LOCK, behind_key(LOCK), turn_key(LOCK)], ids=["lock", "behind", "turn"])
+@pytest.mark.parametrize("may_be_resent", [False, True])
+def test_a_hash_of_other_data_is_no_free_lock(backend, redis, may_be_resent, place):
+    """The key comes with the message: its author may not be allowed to write to the server of the locks."""
+    redis.hset(place, mapping=(data := {"definition": "{}", "since": "1"}))
+
+    (acquired,) = backend.acquire_many([call(RUN)], may_be_resent=may_be_resent)
+    with pytest.raises(LockBackendError, match=r"a hash of other data.* Give the calls another key"):
+        begin(backend, RUN, turn_ttl=LEASE)
+    backend.finish_many([RUN], remember_for=MEMORY, took=True)
+
+    assert acquired.verdict is Verdict.UNUSABLE
+    assert redis.hgetall(place) == data
+    assert redis.ttl(place) == -1
 
 
 def test_a_run_frees_its_lock_though_its_end_cannot_be_remembered(backend, redis):

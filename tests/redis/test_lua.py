@@ -36,7 +36,7 @@ def calls_of(redis: Redis) -> Callable[[], Counter[str]]:
 
 def free(script: Script, client: Redis, *numbers: int) -> list[str]:
     keys = [key for number in numbers for key in (f"{{{number}}}", f"{{{number}}}:done", f"{{{number}}}:turn")]
-    return json.loads(script(client, keys, (1000, 0, packed((f"task {number}", "0", "") for number in numbers))))
+    return json.loads(script(client, keys, (1000, 0, 0, packed((f"task {number}", "0", "") for number in numbers))))
 
 
 def hold(redis: Redis, *numbers: int) -> None:
@@ -102,7 +102,7 @@ def test_any_bytes_pass_through_a_row_and_back(server, redis, text):
 
 def test_an_error_of_the_script_is_raised(script, redis):
     with pytest.raises(ResponseError, match="invalid token"):
-        script(redis, ("{1}", "{1}:done", "{1}:turn"), (1000, 1, "no JSON"))
+        script(redis, ("{1}", "{1}:done", "{1}:turn"), (1000, 1, 0, "no JSON"))
 
 
 def test_a_server_that_is_gone_is_an_error(script, own_server):

@@ -23,6 +23,7 @@ from billiard.einfo import ExceptionInfo
 from billiard.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded, WorkerLostError
 from celery import Celery, _state, chain, chord, states
 from celery.app.trace import build_tracer
+from celery.canvas import Signature
 from celery.concurrency.solo import TaskPool
 from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
@@ -31,6 +32,7 @@ from celery.worker import state
 from celery.worker.request import create_request_cls
 from kombu import Producer
 from kombu.asynchronous.timer import Timer
+from kombu.exceptions import OperationalError
 from kombu.serialization import registry
 from kombu.utils.uuid import uuid
 
@@ -1539,6 +1541,121 @@ def test_a_run_that_ends_with_its_lock_has_not_lost_it(app, deliver, redis, capl
         backend_of(app).finish_many([run], remember_for=60, took=True)
         backend_of(app).begin(Ref(run.key, "other"), lease=60, remember_for=60, task="app.task", arguments="")
     renewer_of(app).finish(request)
+    renewer_of(app)._work_off()
+
+    assert "lock_lost" not in caplog.text
+
+
+# ---------------------------------------------------------------- a lock that ends in the queue
+
+
+@pytest.mark.parametrize("holder", ["runs", "has run and retries", "waits"])
+@pytest.mark.parametrize("overlap", ["buffer_one", "cancel_other", "terminate_other"])
+def test_the_last_arguments_are_not_dropped_for_an_older_run(app, deliver, redis, other, overlap, holder):
+    """No worker was there for longer than a queued lock lasts, so that each call has got the lock, and none is left."""
+    ran = []
+
+    def body(user: str, number: int) -> None:
+        ran.append(number)
+
+    task = app.task(body, name="app.task", base=Singleton, unique_on=["user"], overlap=overlap, shared=False)
+    task.generate_lock = lambda *_, **__: other.key
+    redis.delete(other.key)
+    task.delay("a", 2)
+    redis.delete(other.key)
+    about = {"lease": 60, "remember_for": 60, "task": task.name, "arguments": ""}
+    backend_of(app).begin(other, **about)
+    if holder == "has run and retries":
+        backend_of(app).rotate(other, to=replace(other, generation=1, nonce=""), ttl=60, remember_for=60)
+    elif holder == "waits":
+        backend_of(app).begin(replace(other, task_id="waits", nonce="w"), turn_ttl=60, **about)
+        backend_of(app).finish_many([other], remember_for=60, ran=True)
+
+    started(deliver(task))
+
+    assert messages(redis) == (1, 0)
+    redis.delete(other.key, turn_key(other.key))
+    started(deliver(task))
+    assert ran == [2]
+
+
+# ---------------------------------------------------------------- what follows a run
+
+
+@pytest.fixture
+def run_first(app, deliver, monkeypatch):
+    """Runs the first step of a chain, and returns what another delivery of its message is told with a given lease."""
+
+    def run(base: type | None, body: Any, *, acks_late: bool = True, unsent: Exception | None = None) -> Any:
+        task = app.task(body, name="app.first", base=base, shared=False, acks_late=acks_late)
+        then = app.task(same, name="app.then", shared=False)
+        first, ticket = task.si("a"), Ticket("first", "SINGLETONLOCK_{a}", "SINGLETONLOCK_{a}")
+        (first.set(task_id="first", headers={} if base else {HEADER: ticket.header()}) | then.si("b")).apply_async()
+        renewer_of(app)._started = True  # the test is its thread
+        request = deliver(task)
+        with monkeypatch.context() as patch:
+            if unsent is not None:
+                patch.setattr(Signature, "apply_async", Mock(side_effect=unsent))
+            started(request)
+        renewer_of(app)._work_off()
+
+        def again(lease: float) -> Verdict:
+            about = {"remember_for": 60, "task": task.name, "arguments": ""}
+            return backend_of(app).begin(replace(request.ticket.run, nonce="again"), lease=lease, **about).verdict
+
+        return again
+
+    return run
+
+
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+@pytest.mark.parametrize("unsent", [OperationalError("away"), RuntimeError("away")], ids=["broker", "another"])
+def test_a_run_whose_next_step_cannot_be_sent_may_run_again_after_a_lease(run_first, redis, caplog, base, unsent):
+    """Celery may not have been able to acknowledge its message either. Without a lock it would run again at once."""
+    again = run_first(base, same, unsent=unsent)
+
+    assert redis.keys("SINGLETONLOCK_*[^e]") == []
+    assert again(60) is Verdict.COPY
+    assert again(0) is Verdict.STARTED
+    assert "lock_lost" not in caplog.text
+
+
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_run_whose_next_step_is_sent_does_not_run_again(run_first, caplog, base):
+    again = run_first(base, same)
+
+    assert again(0) is Verdict.DONE
+    assert "lock_lost" not in caplog.text
+
+
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_run_that_fails_does_not_run_again_though_a_step_would_follow(run_first, base):
+    def body(user: Any) -> None:
+        raise ValueError(user)
+
+    assert run_first(base, body)(0) is Verdict.DONE
+
+
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_run_whose_message_was_acknowledged_first_does_not_run_again(run_first, base):
+    again = run_first(base, same, acks_late=False, unsent=OperationalError("away"))
+
+    assert again(0) is Verdict.DONE
+
+
+def test_a_run_is_not_lost_between_its_body_and_what_follows(app, deliver, caplog, monkeypatch):
+    """The thread renews locks meanwhile: the run has freed its own."""
+    task = app.task(same, name="app.first", base=Singleton, shared=False, acks_late=True)
+    (task.si("a") | app.task(same, name="app.then", shared=False).si("b")).apply_async()
+    renewer_of(app)._started = True  # the test is its thread
+    request, send = deliver(task), Signature.apply_async
+
+    def send_late(*args: Any, **options: Any) -> Any:
+        renewer_of(app)._renew([request])
+        return send(*args, **options)
+
+    monkeypatch.setattr(Signature, "apply_async", send_late)
+    started(request)
     renewer_of(app)._work_off()
 
     assert "lock_lost" not in caplog.text

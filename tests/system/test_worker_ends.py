@@ -18,6 +18,7 @@ from singlebeat.locks.base import HEADER, Call, Ref, Ticket
 from tests.proxy import Network, Weather
 from tests.support import APP, RedisServer, measured, wait_until, without
 from tests.system.apps import make_app
+from tests.system.test_steps import REDELIVERS_SOON
 
 #: Seconds of the lease where a test waits for its end.
 LEASE = 3
@@ -64,6 +65,23 @@ def test_the_lock_of_a_killed_worker_ends_with_its_lease(celery, oracle, redis, 
     again = single.delay("a", seconds=60)
     assert again != first
     assert [run.id for run in oracle.wait_started(2)] == [first.id, again.id]
+
+
+@pytest.mark.parametrize("follows", ["chain", "link"])
+def test_what_follows_a_run_comes_though_its_worker_dies_before_it_is_sent(follows, celery, app, oracle, redis):
+    """The message comes again and runs again, as without a lock: else the rest of its chain would never run."""
+    conf = {"singlebeat_lock_lease": LEASE, **REDELIVERS_SOON}
+    killed = celery("worker", "-c", "1", conf=conf, app="tests.system.killed_sender").ready()
+    first, then = app.tasks[f"{APP}.single"].si("first"), app.tasks[f"{APP}.plain"].si("then")
+    (first | then).apply_async() if follows == "chain" else first.apply_async(link=then)
+    assert killed.wait() == -signal.SIGKILL
+    assert (len(oracle.runs("first")), len(oracle.runs("then"))) == (1, 0)
+    assert not list(redis.scan_iter("SINGLETONLOCK_*", _type="HASH")), "a new call may be sent"
+
+    celery("worker", "-c", "1", conf=conf).ready()
+    oracle.wait_ended(1, "then")
+    assert len(oracle.runs("first")) == 2
+    assert oracle.max_concurrent("first") == 1
 
 
 def test_a_run_terminated_while_it_waits_for_a_thread_frees_its_lock(celery, app, oracle, redis):
