@@ -382,12 +382,20 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             wants_all = time.monotonic() >= self._recheck_at
             self._recheck_at = None if wants_all else self._recheck_at
         due, zone = self.work.read(now, self.lease.share, all_pending=wants_all), str(app_zone(self.app))
+        # Where beats share the work, no number of a term is lost; the time zone is stored from the first tick on.
+        if not (is_new or term.token or due.zone or self._stored) and self._is_emptied():
+            self._note_loss("the server has lost all its data")
         if due.zone != zone and (term.token or not due.zone or time.monotonic() >= self._zone_turn_at):
             self.places.renew(due.zone, now, term)
             due = self.work.read(now, self.lease.share, all_pending=wants_all)
         if due.zone == zone:
             self._zone_turn_at = time.monotonic() + ZONE_TURN
         return due
+
+    def _is_emptied(self) -> bool:
+        """Return whether there is no place of any entry, or no time at which any beat has decided."""
+        keys = self.store.keys
+        return self.store.client.exists(keys.schedule, keys.clock) < 2
 
     def _lead(self, term: Term) -> None:
         """Begin a term; after an error it is called again, and repeats no log line."""

@@ -302,3 +302,26 @@ def test_beats_that_come_and_go_double_nothing_and_leave_nothing(bench, tick_on,
 
     assert sorted(bench.names) == sorted(names)
     assert hung.lease.share.beats > 1
+
+
+@pytest.mark.parametrize("lost", ["all", "all, and an entry is added", "the time zone"])
+def test_a_server_that_comes_back_empty_is_noticed_without_a_leader(bench, pair, tick_on, cli, logged, lost):
+    """All entries are those of programs: no part of beat_schedule is gone."""
+    bench.put("e")
+    for host, beat in zip(("one", "other"), pair, strict=True):
+        tick_on(host, beat)
+    if lost == "the time zone":
+        bench.redis.delete("redbeat::zone")
+    else:
+        bench.redis.flushall()
+    if "added" in lost:
+        bench.put("new")
+
+    for host, beat in zip(("one", "other"), pair, strict=True):
+        tick_on(host, beat)
+
+    said = [line["reason"] for line in logged("schedule_vanished")]
+    assert said == ([] if lost == "the time zone" else ["the server has lost all its data"])
+    assert bool(bench.redis.exists("redbeat::lost")) == bool(said)
+    health = cli("health", app=bench.app, code=int(lost == "all"))
+    assert ("lost" in health.output) == bool(said)
