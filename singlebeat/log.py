@@ -135,6 +135,10 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(map(_escaped, text))
 
 
+#: The last second before the year 10000: a later number is no time in seconds since 1970.
+LAST_INSTANT = datetime.max.replace(microsecond=0, tzinfo=UTC).timestamp()
+
+
 @lru_cache(maxsize=1024)  # many entries are due at the same times
 def utc_iso(seconds: float) -> str:
     """Return a time in seconds since 1970 in ISO 8601, UTC."""

@@ -127,6 +127,7 @@ class Facts:
     late_place: str = ""  #: why beat does not check it in time, and what to do; empty if its place is not late
     no_place: str = ""  #: why it is never due, and what to do; empty if it has a place in the sorted set
     pending: Occurrence | None = None  #: claimed, and not known to be sent
+    no_retry: str = ""  #: why no beat tries to send it, and what to do; empty if one does
     refused: str = ""  #: what the schedule's server refuses, which may keep beats from their work
     broker_away: str = ""  #: why the broker takes no messages
     broker_refused: str = ""  #: why the workers could not be asked, though the broker answers
@@ -286,7 +287,9 @@ def _pending(facts: Facts) -> Iterator[str]:
         why = f"{facts.queue_refused}. Beat sends it once that is over"
     elif facts.locks_away:
         why = f"{facts.locks_away.rstrip('.')}. Beat sends it once that is over"
-    if facts.name in facts.state.quarantine:
+    if facts.no_retry:
+        why = facts.no_retry
+    elif facts.name in facts.state.quarantine:
         why = "beat sends it once the entry is usable"
     yield f"The run for {when} is claimed and not confirmed, as task {facts.pending.id}: {why}."
 

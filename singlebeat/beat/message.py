@@ -128,24 +128,27 @@ def prepare(
     """Return the messages that can be sent, and the others with their errors."""
     messages, wrong = [], []
     for claimed in occurrences:
-        stored, occurrence = claimed.stored, claimed.occurrence
-        entry = copy.copy(stored.entry)
-        entry.options = copy.deepcopy(entry.options)  # Celery writes into the headers
-        entry.schedule = on_its_clock(entry.schedule, stored.policy.timezone)
-        entry.options["task_id"] = occurrence.id
-        entry.options.setdefault("retry", False)  # beat retries by itself, without blocking other entries
-        entry.options.setdefault("confirm_timeout", Config.of(app).singlebeat_socket_timeout)
-        if stored.policy.expires is not None:
-            entry.options["expires"] = stored.policy.expires
-        headers = {**(entry.options.get("headers") or {}), RUN_HEADER: occurrence.header(entry.name)}
-        entry.options["headers"] = headers
-        message = Message(claimed, entry)
+        message = Message(claimed, copy.copy(claimed.stored.entry))
         try:
-            if not entry.is_constant:
-                entry.args, entry.kwargs = evaluate_lazy(entry.args), evaluate_lazy(entry.kwargs)
+            _complete(message, Config.of(app))
             message.find_lock(app, looked_after=looked_after)
         except Exception as exc:  # a task's own key function, or a BeatLazyFunc, may raise anything
             wrong.append((message, exc))
             continue
         messages.append(message)
     return messages, wrong
+
+
+def _complete(message: Message, config: Config) -> None:
+    """Give the entry of a message the arguments and options with which it is sent."""
+    entry, stored, occurrence = message.entry, message.stored, message.occurrence
+    entry.options = copy.deepcopy(entry.options)  # Celery writes into the headers
+    entry.schedule = on_its_clock(entry.schedule, stored.policy.timezone)
+    entry.options["task_id"] = occurrence.id
+    entry.options.setdefault("retry", False)  # beat retries by itself, without blocking other entries
+    entry.options.setdefault("confirm_timeout", config.singlebeat_socket_timeout)
+    if stored.policy.expires is not None:
+        entry.options["expires"] = stored.policy.expires
+    entry.options["headers"] = {**(entry.options.get("headers") or {}), RUN_HEADER: occurrence.header(entry.name)}
+    if not entry.is_constant:
+        entry.args, entry.kwargs = evaluate_lazy(entry.args), evaluate_lazy(entry.kwargs)

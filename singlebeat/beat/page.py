@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..connections import schedule_client
 from ..errors import EntryError
+from ..log import LAST_INSTANT
 from ..lua import script
 from . import store
 from .entries.entry import Entry
@@ -24,7 +25,6 @@ from .entries.pauses import NO_PAUSES, read_pauses
 from .entries.salvage import Salvage
 from .entries.state import State, outlook
 from .keys import Keys
-from .leadership.clock_guard import LAST_INSTANT
 from .server_time import server_now
 from .status import quarantine_record
 from .store.history import NO_END, Own, read_records

@@ -35,7 +35,7 @@ from .page import Page, Query
 from .server_time import server_now
 from .store.changes import Change, Changes
 from .store.history import History, Record
-from .store.unplaced import is_placed_elsewhere, without_place
+from .store.unplaced import is_placed_elsewhere, is_unlisted, without_place, without_retry
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -542,6 +542,21 @@ class Schedule:
         Entries of another app whose prefix begins with this one's, like ``redbeat:a:``, are left out.
         """
         return without_place(self._client, self.keys)
+
+    def no_retry(self, name: str) -> str:
+        """Return that no beat tries to send the claimed occurrence of an entry, and what to do; empty if one does."""
+        key = self.keys.named(name)
+        if not is_unlisted(self._client, self.keys, name):
+            return ""
+        listed = self.keys.pending
+        return (
+            f"it is not in {listed}, so that no beat tries it again before the entry is due; to send it: "
+            f"ZADD {shlex.join((listed, '0', key))}"
+        )
+
+    def without_retry(self) -> Iterator[str]:
+        """Yield the names of stored entries with a claimed occurrence of which ``no_retry`` says something."""
+        return without_retry(self._client, self.keys)
 
     def history(self, name: str | None = None, count: int = 20) -> Sequence[Record]:
         """Return the last decisions about an entry, or about all entries, with the ends of their runs; latest first."""

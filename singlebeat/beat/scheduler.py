@@ -395,7 +395,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
     def _is_emptied(self) -> bool:
         """Return whether there is no place of any entry, or no time at which any beat has decided."""
         keys = self.store.keys
-        return self.store.client.exists(keys.schedule, keys.clock) < 2
+        return bool(self.store.client.exists(keys.schedule, keys.clock) < 2)
 
     def _lead(self, term: Term) -> None:
         """Begin a term; after an error it is called again, and repeats no log line."""

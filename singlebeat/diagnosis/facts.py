@@ -344,6 +344,7 @@ def _facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         no_place=entries.no_place(name) if entry is not None else "",
         late_place=next((str(place) for _, place in late_places(app, [entry])), "") if entry is not None else "",
         pending=pending,
+        no_retry=entries.no_retry(name) if pending is not None else "",
         refused=refused,
         broker_away=broker_away,
         broker_refused=broker_refused,

@@ -239,7 +239,7 @@ class Ticket:
             delivered: whether the worker's main process wrote this ticket, which then counts all rejections so far.
         """
         header = headers.get(HEADER)
-        if not isinstance(header, Mapping) or not header.get("key") or header.get("id") != task_id:
+        if not isinstance(header, Mapping) or not header.get("key") or not task_id or header.get("id") != task_id:
             return None
         rejections = max(0, _count(header.get("rejections"))) + (0 if delivered else _rejections(headers))
         its_own = generation(headers, rejections=rejections)

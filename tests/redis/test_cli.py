@@ -903,6 +903,30 @@ def test_doctor_asks_for_no_beat_where_no_entry_needs_one(cli, server, put, app,
     assert of_beat() == ["problem"], "a beat was there"
 
 
+def test_a_claimed_run_that_no_beat_tries_again_is_named_with_its_way_out(cli, put, redis, bench_on, server):
+    """As after the advice to delete a list of claimed runs that another program has spoilt."""
+    bench = bench_on(server)
+    put("e", every=36_000)
+    bench.schedule.trigger("e")
+    redis.delete("redbeat::pending")
+    redis.set("redbeat::pending", "of another program")
+    advice = "DEL redbeat::pending (or RENAME, to keep its data), and run doctor again: it names the claimed runs that"
+    assert advice in cli("doctor", code=1).output
+    redis.delete("redbeat::pending")
+
+    way_out = "ZADD redbeat::pending 0 redbeat:e"
+    (row,) = [row for row in answer(cli("doctor", "--json", code=1)) if way_out in row["text"]]
+    assert (row["level"], row["about"]) == ("problem", "entry e")
+    assert (
+        f"so that no beat tries it again before the entry is due; to send it: {way_out}" in cli("explain", "e").output
+    )
+    redis.execute_command(*way_out.split())
+    assert way_out not in cli("doctor").output
+    assert "beat tries it again every few seconds" in cli("explain", "e").output
+    bench.scheduler().tick()
+    assert bench.names == ["e"]
+
+
 def test_an_entry_without_a_place_never_runs_and_is_named(cli, put, redis):
     for name in ("gone", "bare", "e"):
         put(name)

@@ -949,6 +949,43 @@ def test_a_claimed_time_that_is_none_does_not_hinder_the_others(bench, caplog, f
     assert "pending cannot be read" in caplog.text
 
 
+def test_a_claimed_run_without_an_id_is_quarantined(bench):
+    """Its lock would look like a free one to every tool, and refuse all runs for an hour."""
+    bench.put("a")
+    bench.redis.hset("redbeat:a", "pending", json.dumps({"id": "", "nominal": 1.0, "kind": "manual"}))
+    bench.redis.zadd(PENDING, {"redbeat:a": 0})
+
+    bench.scheduler().tick()
+
+    assert "its id is empty" in bench.redis.hget(QUARANTINE, "redbeat:a")
+    assert not bench.redis.keys("SINGLETONLOCK_*")
+
+
+def test_an_entry_that_has_run_in_the_last_microsecond_of_all_runs_again(bench):
+    last = {"year": 9999, "month": 12, "day": 31, "hour": 23, "minute": 59, "second": 59, "microsecond": 999_999}
+    past = {"last_run_at": {"__type__": "datetime", **last, "timezone": "UTC"}, "total_run_count": 1}
+    bench.put("a", every=1)
+    bench.put("b")
+    bench.redis.hset("redbeat:a", mapping={"meta": json.dumps(past), "since": json.dumps({"since": None, **past})})
+    beat = bench.scheduler()
+    beat.tick()
+    bench.redis.zadd(SCHEDULE, {"redbeat:a": 1.0})
+    wait_until(lambda: beat.tick() and "a" in bench.names, what="its run")
+
+    assert set(bench.names) == {"a", "b"}
+
+
+def test_a_message_that_cannot_be_made_hinders_no_other(bench, monkeypatch):
+    bench.put("a")
+    bench.put("b")
+    header = Occurrence.header
+    monkeypatch.setattr(Occurrence, "header", lambda self, entry: header(self, entry) if entry == "b" else 1 / 0)
+
+    bench.scheduler().tick()
+
+    assert bench.names == ["b"]
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_foreign_value_at_a_lock_key_does_not_hinder_other_entries(bench, caplog, beside):
     bench.put("a", task=SINGLE)

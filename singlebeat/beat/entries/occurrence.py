@@ -9,7 +9,7 @@ from enum import StrEnum
 from uuid import NAMESPACE_OID, uuid5
 
 from ...errors import EntryError
-from ...log import LONGEST_REASON, utc_iso, without_passwords
+from ...log import LAST_INSTANT, LONGEST_REASON, utc_iso, without_passwords
 from ...overlap import Overlap
 
 __all__ = ("Decision", "DecisionType", "Kind", "Occurrence")
@@ -85,7 +85,7 @@ class Occurrence:
         seed = f"{prefix}\n{_printable(name)}\n{round(seconds * 1000)}"  # a name may be bytes that are not UTF-8
         if kind in {Kind.MANUAL, Kind.BACKFILL}:  # not the scheduled run of the same time
             seed += f"\n{kind}{run}"
-        before = None if previous is None else previous.timestamp()
+        before = None if previous is None else min(previous.timestamp(), LAST_INSTANT)
         return cls(str(uuid5(NAMESPACE_OID, seed)), seconds, before, kind, overlap)
 
     @property
@@ -127,12 +127,14 @@ class Occurrence:
         """
         try:
             raw = json.loads(text)
+            if not (id_ := str(raw["id"])):  # its lock would be taken for a free one, or never be freed
+                raise ValueError("its id is empty")  # noqa: TRY301
             nominal, previous, overlap = float(raw["nominal"]), raw.get("previous"), raw.get("overlap")
             previous = None if previous is None else float(previous)
             for seconds in (nominal, previous):
                 utc_iso(seconds or 0.0)  # raises if it is out of range: such an occurrence cannot be sent
             return cls(
-                str(raw["id"]),
+                id_,
                 nominal,
                 previous,
                 Kind(raw.get("kind", Kind.SCHEDULED)),

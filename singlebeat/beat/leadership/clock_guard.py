@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from ...errors import EntryError
-from ...log import Log
+from ...log import LAST_INSTANT, Log
 from ..entries.definition import Meta
 from ..entries.fields import BATCH, read_fields
 from ..entries.timetable import PARKED
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..keys import Keys
     from .lease import Term
 
-__all__ = ("LAST_INSTANT", "LONGEST_STEP_BACK", "WRONG_PAST", "Clock", "latest_shown")
+__all__ = ("LONGEST_STEP_BACK", "WRONG_PAST", "Clock", "latest_shown")
 
 log = Log("celery.beat")
 
@@ -30,9 +30,6 @@ LONGEST_STEP_BACK = timedelta(hours=3)
 #: The place of an entry whose past comes from a clock that was further ahead than that, even if the past lies less far
 #: ahead: the last time before an end, or before a night. A tick lets the entry count from now. No entry is due then.
 WRONG_PAST = 1.0
-
-#: The last second before the year 10000: a later place is no time in seconds since 1970.
-LAST_INSTANT = datetime.max.replace(microsecond=0, tzinfo=UTC).timestamp()
 
 #: How old the stored time may be. The next leader compares it in hours.
 STORED_EVERY = timedelta(seconds=10)

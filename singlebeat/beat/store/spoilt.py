@@ -45,10 +45,13 @@ class Spoilt(NamedTuple):
         """What to do."""
         if self.is_denied:
             return "grant all keys with that prefix (docs, Rights)"
-        return (
+        text = (
             "another program has written there. Stop that program, and remove the key, so that beat makes it again: "
             f"DEL {shlex.quote(self.key)} (or RENAME, to keep its data)"
         )
+        if self.key.endswith(":pending"):  # the list of claimed runs that beat tries to send again
+            text += ", and run doctor again: it names the claimed runs that are not in the new list"
+        return text
 
     def __str__(self) -> str:
         return f"the key {self.key} {self.why}: {self.advice}"

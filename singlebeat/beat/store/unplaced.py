@@ -1,4 +1,7 @@
-"""Stored entries that have no place in the schedule, and so are never due; and the loss of all places."""
+"""Stored entries that have no place in the schedule, and so are never due; and the loss of all places.
+
+Also those whose claimed occurrences are not in the list of pending ones.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,15 @@ if TYPE_CHECKING:
     from ...clients import RedisClient
     from ..keys import Keys
 
-__all__ = ("READ_WITNESSES", "LostPlaces", "Witnesses", "is_placed_elsewhere", "without_place")
+__all__ = (
+    "READ_WITNESSES",
+    "LostPlaces",
+    "Witnesses",
+    "is_placed_elsewhere",
+    "is_unlisted",
+    "without_place",
+    "without_retry",
+)
 
 log = Log("celery.beat")
 
@@ -59,9 +70,30 @@ def without_place(client: RedisClient, keys: Keys) -> Iterator[str]:
 
 def pages_without_place(client: RedisClient, keys: Keys) -> Iterator[Sequence[str]]:
     """Yield the same in parts, some of them empty, so that the caller may pause between them."""
+    for names in _pages(client, keys):
+        yield [*_unplaced(client, keys, names)]
+
+
+def without_retry(client: RedisClient, keys: Keys) -> Iterator[str]:
+    """Yield the names of stored entries with a claimed occurrence that no beat tries again, as ``is_unlisted`` says."""
+    for page in _pages(client, keys):
+        names = [name for name in page if keys.is_possible(name)]
+        fields = read_fields(client, [keys.prefix + name for name in names]) if names else ()
+        claimed = [name for name, found in zip(names, fields, strict=True) if not isinstance(found, str) and found[4]]
+        yield from (name for name in claimed if is_unlisted(client, keys, name))
+
+
+def is_unlisted(client: RedisClient, keys: Keys, name: str) -> bool:
+    """Return whether an entry is not in the list of pending occurrences, because another program has removed it."""
+    scores = client.zmscore(keys.pending, [keys.prefix + name, name])
+    return all(score is None for score in scores) and not is_placed_elsewhere(client, keys, name)
+
+
+def _pages(client: RedisClient, keys: Keys) -> Iterator[Sequence[str]]:
+    """Yield the names of all hashes with the prefix of entries, in parts."""
     hashes = client.scan_iter(match=f"{escaped(keys.prefix)}*", count=SEARCHED, _type="HASH")
     while page := [*islice(hashes, BATCH)]:
-        yield [*_unplaced(client, keys, map(keys.name, page))]
+        yield [*map(keys.name, page)]
 
 
 def _unplaced(client: RedisClient, keys: Keys, names: Iterable[str]) -> Iterator[str]:

@@ -51,6 +51,7 @@ def check_entries(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield from _late(app, schedule.usable)
         yield from _over(app, schedule)
     yield from _unplaced(app, datetime.fromtimestamp(schedule.state.now, UTC))
+    yield from _unretried(app)
 
 
 def _unplaced(app: Celery, now: datetime) -> Iterator[Finding]:
@@ -62,6 +63,17 @@ def _unplaced(app: Celery, now: datetime) -> Iterator[Finding]:
         yield Finding(level, f"entry {name}", f"{entries.no_place(name)}; or delete it")
     if len(names) > MOST_NAMED:
         yield Finding("problem", "entries", f"more than these {MOST_NAMED} have no place in {Keys.of(app).schedule}")
+
+
+def _unretried(app: Celery) -> Iterator[Finding]:
+    """Check for claimed occurrences that no beat tries to send again."""
+    entries = Schedule(app)
+    names = [*islice(entries.without_retry(), MOST_NAMED + 1)]
+    for name in names[:MOST_NAMED]:
+        if why := entries.no_retry(name):
+            yield Finding("problem", f"entry {name}", f"its run is claimed and not confirmed, and {why}")
+    if len(names) > MOST_NAMED:
+        yield Finding("problem", "entries", f"more than these {MOST_NAMED} are not in {Keys.of(app).pending}")
 
 
 def _is_idle(entries: Schedule, name: str, now: datetime) -> bool:
