@@ -29,6 +29,7 @@ from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrenc
 from singlebeat.beat.keys import Keys
 from singlebeat.beat.leadership.lease import Lease, Term
 from singlebeat.beat.lost_messages import MOST, LostMessages
+from singlebeat.beat.store import unplaced
 from singlebeat.beat.store.claims import Store
 from singlebeat.cli import COMMANDS, main
 from singlebeat.diagnosis.doctor.beats import _leadership
@@ -925,6 +926,23 @@ def test_a_claimed_run_that_no_beat_tries_again_is_named_with_its_way_out(cli, p
     assert "beat tries it again every few seconds" in cli("explain", "e").output
     bench.scheduler().tick()
     assert len(bench.names) == 1
+
+
+def test_a_run_that_is_confirmed_while_doctor_looks_is_not_named(cli, put, redis, monkeypatch):
+    put("e")
+    redis.hset("redbeat:e", "pending", json.dumps({"id": "x", "nominal": 1.0}))
+    redis.zadd("redbeat::pending", {"redbeat:e": 0})
+    read = unplaced.read_fields
+
+    def read_before_the_confirmation(*args: Any, **options: Any) -> Any:
+        found = read(*args, **options)
+        redis.hdel("redbeat:e", "pending")
+        redis.zrem("redbeat::pending", "redbeat:e")
+        return found
+
+    monkeypatch.setattr(unplaced, "read_fields", read_before_the_confirmation)
+
+    assert "ZADD redbeat::pending" not in cli("doctor", code=1).output
 
 
 def test_an_entry_without_a_place_never_runs_and_is_named(cli, put, redis):

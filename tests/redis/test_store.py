@@ -1075,6 +1075,26 @@ def test_an_entry_that_is_let_go_on_while_it_is_replaced_goes_on(install, app, m
     assert (stored.policy.paused, stored.policy.note) == (False, "")
 
 
+@pytest.mark.parametrize("why", ["wrong", "a conflict"])
+def test_an_entry_that_was_not_stored_takes_nothing_over(app, monkeypatch, why):
+    """Its caller mends it and saves it again; the pause that was stored then has ended."""
+    entries = Schedule(app)
+    entries.upsert("e", TASK, 60)
+    entries.pause("e", "an audit")
+    entry = Entry("e", TASK, schedule(30), args=[float("nan")] if why == "wrong" else [], app=app)
+    if why == "a conflict":
+        monkeypatch.setattr(save, "_write", lambda client, keys, wishes, *_: [*wishes])
+    with pytest.raises(EntryError):
+        entry.save()
+    monkeypatch.undo()
+
+    assert entries.resume("e")
+    entry.args = []
+    entry.save()
+
+    assert not entries.get("e").policy.paused
+
+
 def test_an_unchanged_static_entry_keeps_its_next_time(install, redis):
     install(e=schedule(3600))
     redis.zadd(SCHEDULE, {"redbeat:e": 12345.5})

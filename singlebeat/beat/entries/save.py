@@ -101,8 +101,8 @@ def save_entries(
 ) -> Mapping[str, EntryError | None]:
     """Store entries by name, and return the error of each entry, None if there is none.
 
-    The ``version`` of each stored entry is updated. So the next call detects a change that another program has made in
-    between.
+    Each stored entry gets its new ``version``, and what it has taken over, such as a pause. So the next call detects a
+    change that another program has made in between. The other entries stay as they are.
 
     Args:
         author: of the changes, which are recorded.
@@ -127,7 +127,9 @@ def save_entries(
             wishes = _plan(client, keys, planned, results, now, keep_disabled, over or {})
             left = () if dry_run else _write(client, keys, wishes, author, action, note, fence, unsent or {})
             for name in planned.keys() - set(left):
-                if name in wishes and not dry_run:
+                if results[name] is not None or dry_run:
+                    continue
+                if name in wishes:
                     definition, _, policy, _ = wishes[name].fields
                     planned[name].version = definition, policy
                 entries[name].__dict__.update(planned[name].__dict__)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -77,16 +77,24 @@ def pages_without_place(client: RedisClient, keys: Keys) -> Iterator[Sequence[st
 def without_retry(client: RedisClient, keys: Keys) -> Iterator[str]:
     """Yield the names of stored entries with a claimed occurrence that no beat tries again, as ``is_unlisted`` says."""
     for page in _pages(client, keys):
-        names = [name for name in page if keys.is_possible(name)]
-        fields = read_fields(client, [keys.prefix + name for name in names]) if names else ()
-        claimed = [name for name, found in zip(names, fields, strict=True) if not isinstance(found, str) and found[4]]
+        claimed = _claimed(client, keys, [name for name in page if keys.is_possible(name)])
         yield from (name for name in claimed if is_unlisted(client, keys, name))
 
 
 def is_unlisted(client: RedisClient, keys: Keys, name: str) -> bool:
-    """Return whether an entry is not in the list of pending occurrences, because another program has removed it."""
-    scores = client.zmscore(keys.pending, [keys.prefix + name, name])
-    return all(score is None for score in scores) and not is_placed_elsewhere(client, keys, name)
+    """Return whether an entry has a claimed occurrence, and is not in the list of those: a program has removed it."""
+    claimed = _claimed(client, keys, [name])
+    if not claimed or any(score is not None for score in client.zmscore(keys.pending, [keys.prefix + name, name])):
+        return False
+    # Once more: a beat may have confirmed it in between.
+    return _claimed(client, keys, [name]) == claimed and not is_placed_elsewhere(client, keys, name)
+
+
+def _claimed(client: RedisClient, keys: Keys, names: Sequence[str]) -> Mapping[str, str]:
+    """Return the claimed occurrences of entries, as they are stored, by name."""
+    fields = read_fields(client, [keys.prefix + name for name in names]) if names else ()
+    found = ((name, None if isinstance(each, str) else each[4]) for name, each in zip(names, fields, strict=True))
+    return {name: text for name, text in found if text}
 
 
 def _pages(client: RedisClient, keys: Keys) -> Iterator[Sequence[str]]:
