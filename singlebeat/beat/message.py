@@ -14,6 +14,7 @@ from ..locks.key import behind_key, check_sendable
 from ..locks.modes import drops_by_default, is_singleton, overlap_for
 from ..overlap import Overlap
 from .calendar.clocked import comes_once
+from .calendar.recurrence import ENDING
 from .entries.code_only import evaluate_lazy
 from .entries.occurrence import Occurrence
 from .entries.timetable import on_its_clock
@@ -132,8 +133,10 @@ def prepare(
         try:
             _complete(message, Config.of(app))
             message.find_lock(app, looked_after=looked_after)
-        except Exception as exc:  # a task's own key function, or a BeatLazyFunc, may raise anything
-            wrong.append((message, exc))
+        except ENDING:
+            raise
+        except BaseException as exc:  # a task's own key function, or a BeatLazyFunc, may raise anything
+            wrong.append((message, exc if isinstance(exc, Exception) else RuntimeError(f"{type(exc).__name__}: {exc}")))
             continue
         messages.append(message)
     return messages, wrong

@@ -14,6 +14,7 @@ from kombu import Producer
 from ..broker import BrokerConnection
 from ..locks.base import RUN_HEADER
 from ..outbox import collecting, takes_outbox
+from .calendar.recurrence import ENDING
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult
@@ -84,6 +85,10 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
             if producer is not self._collecting and isinstance(exc.__context__, errors):
                 self.forget_broker()
             raise
+        except (Exception, *ENDING):
+            raise
+        except BaseException as exc:  # of the task's own apply_async
+            raise SchedulingError(f"Couldn't apply scheduled task {entry.name}: {type(exc).__name__}: {exc}") from exc
 
     def publish(self, entry: Entry) -> AsyncResult:
         """Send the task of an entry, and leave the entry's past to Redis.

@@ -276,7 +276,11 @@ class MemoryBackend(BaseBackend):
 
     def _renew(self, ref: Ref, lease: float) -> Renewal:
         record = self._live(ref.key)
-        if self._ended(ref.key, ref.task_id, ref.generation) or self._ended(ref.key, _run_of(ref), OVER):
+        has_ended, is_over = self._ended(ref.key, ref.task_id, ref.generation), self._ended(ref.key, _run_of(ref), OVER)
+        if is_over and not has_ended and self._unsent_since(ref) > -math.inf:
+            self._unsent[ref.key][ref.task_id, ref.generation] = self._clock()
+            return Renewal.LOST if self._ended(ref.key, ref.nonce, LOST) else Renewal.RUNNING
+        if has_ended or is_over:
             return Renewal.LOST if self._ended(ref.key, ref.nonce, LOST) else Renewal.OVER
         if record is None or (record.task_id, record.generation) != (ref.task_id, ref.generation):
             return Renewal.LOST

@@ -4,15 +4,16 @@
 --             lock      hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload; worker and
 --                       renewed (ms): the worker and time of the last renewal, the time alone for a run of another
 --                       program, and as in begin; sent: a note of the sender, JSON
---             done      zset: "id:generation" of runs that ended under this lock recently, with ":delivery:over" behind it
---                       for a while, and "delivery:lost" of those that ended without it, by time (ms)
+--             done      zset, by time (ms): "id:generation" of runs that ended under this lock recently, with
+--                       ":delivery:over" behind it for a while; "delivery:lost" of those that ended without it; and
+--                       "id:generation:unsent", as in finish: it is renewed in place of a lock
 -- ARGV[1]  lease_ms  ms that a lock outlives the worker; 0: it lasts as long as before, and shows that its message lives
 -- ARGV[2]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message, note of
 --                    the sender for a queued lock, or empty]
 -- ARGV[3]  worker    the worker that has the messages; empty: the caller is no worker
 --
 -- returns  JSON, one word for each request:
---          running  renewed; this delivery is the run that holds the lock
+--          running  renewed; this delivery is the run that holds the lock, or what follows it may be unsent
 --          queued   renewed; no run holds the lock
 --          over     this generation has ended or has handed its lock over: nothing to renew
 --          lost     the lock expired, or another id, generation or delivery holds it, or it was so when this run ended
@@ -29,7 +30,12 @@ local function renew(lock, done, id, gen, nonce, note)
     return string.find(record.err, "WRONGTYPE", 1, true) and "lost" or record
   end
   local run = id .. ":" .. gen
-  local ended = redis.pcall("ZMSCORE", done, run, nonce .. ":lost", table.concat({run, nonce, "over"}, ":"))
+  local unsent = run .. ":unsent"
+  local ended = redis.pcall("ZMSCORE", done, run, nonce .. ":lost", table.concat({run, nonce, "over"}, ":"), unsent)
+  if not ended.err and ended[3] and ended[4] and not ended[1] then
+    redis.pcall("ZADD", done, string.format("%.0f", now), unsent) -- the server's memory may be full
+    return ended[2] and "lost" or "running"
+  end
   if not ended.err and (ended[1] or ended[3]) then -- a key of another type remembers nothing
     return ended[2] and "lost" or "over"
   end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from typing import Any
 
 import pytest
@@ -52,6 +53,20 @@ def put_task(bench: Bench, kind: type[Task], change: Any, **wishes: Any) -> Cele
 def run_again(bench: Bench) -> None:
     bench.make_due()
     bench.tick()
+
+
+@pytest.mark.parametrize("kind", [Task, Singleton])
+@pytest.mark.parametrize("error", [ValueError, CancelledError])
+def test_a_task_that_fails_to_send_itself_hinders_no_other(bench, kind, error):
+    def fails(options: dict[str, Any]) -> dict[str, Any]:
+        raise error
+
+    app = put_task(bench, kind, fails)
+    bench.put("other")
+
+    bench.scheduler(app=app).tick()
+
+    assert bench.names == ["other"]
 
 
 @pytest.mark.parametrize("overlap", [None, "raise"])

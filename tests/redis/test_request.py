@@ -1643,21 +1643,28 @@ def test_a_run_whose_message_was_acknowledged_first_does_not_run_again(run_first
     assert again(0) is Verdict.DONE
 
 
-def test_a_run_is_not_lost_between_its_body_and_what_follows(app, deliver, caplog, monkeypatch):
+def test_a_run_goes_on_between_its_body_and_what_follows(app, deliver, redis, caplog, monkeypatch):
     """The thread renews locks meanwhile: the run has freed its own."""
     task = app.task(same, name="app.first", base=Singleton, shared=False, acks_late=True)
     (task.si("a") | app.task(same, name="app.then", shared=False).si("b")).apply_async()
     renewer_of(app)._started = True  # the test is its thread
     request, send = deliver(task), Signature.apply_async
 
+    told = []
+
     def send_late(*args: Any, **options: Any) -> Any:
-        renewer_of(app)._renew([request])
+        redis.zadd(done_key(request.ticket.key), {f"{request.id}:0:unsent": 1}, xx=True)  # for longer than a lease
+        for _ in range(2):
+            renewer_of(app)._renew([request])
+            copy = replace(request.ticket.run, nonce="copy")
+            told.append(backend_of(app).begin(copy, lease=60, remember_for=60, task=task.name, arguments="").verdict)
         return send(*args, **options)
 
     monkeypatch.setattr(Signature, "apply_async", send_late)
     started(request)
     renewer_of(app)._work_off()
 
+    assert told == [Verdict.COPY] * 2
     assert "lock_lost" not in caplog.text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from asyncio import CancelledError
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
 from itertools import count
@@ -307,8 +308,12 @@ def test_a_lazy_argument_may_be_positional(bench):
     assert [message.args for message in bench.messages] == [["e", 3]]
 
 
-def test_a_lazy_argument_that_fails_harms_no_other_entry(bench):
-    wrong = BeatLazyFunc(lambda: 1 // 0)
+@pytest.mark.parametrize("error", [ZeroDivisionError, CancelledError])
+def test_a_lazy_argument_that_fails_harms_no_other_entry(bench, error):
+    def fail() -> None:
+        raise error
+
+    wrong = BeatLazyFunc(fail)
     beat = bench.scheduler(
         beat_schedule={
             "e": {"task": PLAIN, "args": [wrong], "schedule": 3600},

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from datetime import tzinfo
 
 __all__ = (
+    "ENDING",
     "is_cheap",
     "is_known",
     "latest_occurrence",
@@ -45,8 +46,8 @@ SECOND = timedelta(seconds=1)
 #: The longest shift of the clocks that counts as DST; cron(8) treats a longer shift as a correction of the clock.
 LONGEST_SHIFT = timedelta(hours=3)
 
-#: What a user's own schedule may raise to end the process. Any other error is one of its entry alone: that includes
-#: `gevent.Timeout` and `asyncio.CancelledError`, which are no `Exception`.
+#: What a user's code may raise to end the process, such as a schedule, or the function of a key. Any other error is one
+#: of its entry alone: that includes `gevent.Timeout` and `asyncio.CancelledError`, which are no `Exception`.
 ENDING = (SystemExit, KeyboardInterrupt)
 
 #: How many times a user's own schedule class is asked whether it is due, before this is an error.
