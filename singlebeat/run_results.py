@@ -39,6 +39,7 @@ __all__ = (
     "UNSEEN",
     "flush_ends",
     "is_result_lost",
+    "may_be_unsent",
     "outcome_of",
     "record_end",
     "record_end_of_message",
@@ -66,6 +67,9 @@ RESULT_NOT_STORED = "result_not_stored"
 
 #: The frame of Celery that stores the result of a body that has returned, in a traceback.
 _STORING = re.compile(r'[/\\]celery[/\\]backends[/\\]base\.py", line \d+, in mark_as_done$', re.MULTILINE)
+
+#: The frame of Celery that sends what follows a body that has returned: callbacks, and the next step of a chain.
+_SENDING = re.compile(r'[/\\]celery[/\\]app[/\\]trace\.py", line \d+, in _dispatch_callbacks_and_chain$', re.MULTILINE)
 
 _OUTCOMES = {
     Retry: "retry",
@@ -120,6 +124,11 @@ def is_result_lost(exc_info: ExceptionInfo, *, is_stored: bool) -> bool:
     """
     is_outside = exc_info.internal or not is_stored  # a result that cannot be encoded is an error of the task
     return is_outside and _STORING.search(exc_info.traceback or "") is not None
+
+
+def may_be_unsent(exc_info: ExceptionInfo) -> bool:
+    """Return whether a run failed outside of its body, so that what follows it may be unsent."""
+    return exc_info.internal or _SENDING.search(exc_info.traceback or "") is not None
 
 
 def record_end(

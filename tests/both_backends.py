@@ -103,8 +103,8 @@ def _comparable(answer: Any, fences: list[int]) -> Any:
         return [_comparable(one, fences) for one in answer]
     if not isinstance(answer, Holder):
         return answer
-    verdict, task_id, state, since, fence, ttl, payload, entry, waits_since, held_for, reason = astuple(answer)
-    more = payload, entry, waits_since > 0, held_for > 0, reason
+    verdict, task_id, state, since, fence, ttl, payload, entry, waits_since, held_for, *rest = astuple(answer)
+    more = payload, entry, waits_since > 0, held_for > 0, *rest
     if fence > fences[-1]:
         fences.append(fence)
     return verdict, task_id, state, since is not None, fences.index(fence), round((ttl + SLACK / 2) / (2 * SLACK)), more

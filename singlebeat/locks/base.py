@@ -126,7 +126,7 @@ class Holder:
 
     verdict: Verdict
     task_id: str
-    state: str  #: ``queued``, ``running`` or ``timed``; ``waiting``: it has no lock yet, and goes first
+    state: str  #: ``queued``, ``running`` or ``timed``
     since: datetime | None  #: when the state began, in UTC
     fence: int  #: the fencing number of the run: rises from run to run
     ttl: float  #: seconds until the lock ends unless it is renewed
@@ -134,6 +134,7 @@ class Holder:
     entry: str = ""  #: name of the schedule's entry that sent it; empty: a program sent it, or unknown
     waits_since: float = 0.0  #: of HELD: since when the message waits, in seconds since 1970; 0 if unknown
     held_for: float = 0.0  #: of HELD, if the message has the turn: seconds since ``since``; else 0
+    may_be_older: bool = False  #: of HELD: it has not held the lock since its call, so that the message may be newer
     reason: str = ""  #: of the verdicts UNUSABLE and REFUSED: the error, in the server's words
 
     def __str__(self) -> str:

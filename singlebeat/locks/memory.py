@@ -53,6 +53,7 @@ class _Record:
     entry: str = ""
     uncut: float = 0.0  #: time until which its message may wait, if ``until`` is earlier
     taken: float = 0.0  #: time since which this call, or a call that it evicted, waits behind the lock
+    took_free: bool = False  #: its run has not held it since its call
     promised: tuple[float, float] | None = None  #: generation that gets the lock when the run ends, and its ttl (s)
 
 
@@ -203,8 +204,7 @@ class MemoryBackend(BaseBackend):
                 held_by = turn
             if held_by:
                 holder, held_for = self._holder(Verdict.HELD, held_by), 0.0
-                if held_by is turn:
-                    holder = replace(holder, state="waiting")
+                holder = replace(holder, may_be_older=held_by is turn or self._records[held_by.key].took_free)
                 if turn_ttl and not is_behind and (by_itself is None or is_in_turn or is_older):
                     new = _Record(
                         ref.task_id, ref.generation, "queued", "", 0, task, arguments, since, now, None, "", entry=entry
@@ -227,7 +227,9 @@ class MemoryBackend(BaseBackend):
                 self._remember(ref.key, record.task_id, record.generation, remember_for)
                 record = replace(record, payload="")
             if record is None:
-                record = _Record(ref.task_id, 0, "", "", 0, task, arguments, now, now, None, "", entry=entry)
+                record = _Record(
+                    ref.task_id, 0, "", "", 0, task, arguments, now, now, None, "", entry=entry, took_free=True
+                )
             if record.until is None and expiry:
                 record = replace(record, until=now + expiry)
             waiting = self._live(queued) if queued and queued != ref.key else None

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -484,8 +485,9 @@ def holder_of(reply: Sequence[Any]) -> Holder:
     ttl = max(0, int(ttl_ms)) / 1000
     if verdict in {Verdict.UNUSABLE, Verdict.REFUSED}:
         return Holder(Verdict(verdict), "", "", None, 0, 0.0, reason=task_id)
-    texts, waiting = more[:2], [int(ms) / 1000 for ms in more[2:]]
-    return Holder(Verdict(verdict), task_id, state, from_ms(since), int(float(fence)), ttl, *texts, *waiting)
+    texts, waiting = more[:2], [int(ms) / 1000 for ms in more[2:4]]
+    holder = Holder(Verdict(verdict), task_id, state, from_ms(since), int(float(fence)), ttl, *texts, *waiting)
+    return replace(holder, may_be_older=True) if more[4:] == ["1"] else holder
 
 
 def _pages(keys: Iterable[str]) -> Iterator[Sequence[str]]:

@@ -378,12 +378,11 @@ def admit(task: Task, ticket: Ticket, holder: Holder, request: Context) -> None:
 
 
 def _has_no_heir(ticket: Ticket, holder: Holder) -> bool:
-    """Return whether a message is the last with its arguments, though a newer call should run in its place.
+    """Return whether no other call may run in place of a message with other arguments, or that replaces older calls.
 
-    Its lock has ended in the queue, and it meets a call that need not be newer: one that has started, or that waits.
+    Its lock has ended in the queue. A call that has acquired the lock since then is newer, and runs in its place.
     """
-    is_newer = holder.state == "queued" and not holder.fence
-    return (ticket.joinable or ticket.replaceable) and not is_newer
+    return (ticket.joinable or ticket.replaceable) and holder.may_be_older
 
 
 def _skip(task: Task, ticket: Ticket, request: Context, why: str, *, event: str, holder: str = "") -> None:

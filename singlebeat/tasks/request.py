@@ -12,7 +12,6 @@ from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker import request as celery_request
 from celery.worker.state import revoked, revoked_stamps, task_ready
-from kombu.exceptions import OperationalError
 from kombu.serialization import registry
 from kombu.utils.encoding import safe_repr
 from kombu.utils.functional import maybe_list
@@ -27,7 +26,7 @@ from ..locks.base import HEADER, Ref, Ticket, entry_of
 from ..locks.key import check_sendable, readable
 from ..locks.modes import LockMode, overlap_for
 from ..log import Log
-from ..run_results import RESULT_NOT_STORED, is_result_lost, outcome_of, record_end
+from ..run_results import RESULT_NOT_STORED, is_result_lost, may_be_unsent, outcome_of, record_end
 from .gate import Blocked, Postponed, Refused, Unsent, admit, is_followed, postpone_unlocked, turn_ttl
 from .lock_action import LockAction, lock_action
 from .renewer import renewer_of
@@ -183,7 +182,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
     _over = False
     _cancelled = False
     _cut_short = False
-    #: Whether the run ended with an error as of a broker or a result backend, perhaps after its body.
+    #: Whether the run failed outside of its body, as by an error of the broker.
     _failed_to_send = False
     #: This delivery is known to have taken its lock.
     has_begun = False
@@ -438,10 +437,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             outcome = exc.outcome if isinstance(exc, Refused) else outcome_of(exc)
             if outcome == "failure" and is_result_lost(exc_info, is_stored=return_ok):
                 outcome = RESULT_NOT_STORED
-            is_outside = exc_info.internal or isinstance(
-                exc, OperationalError
-            )  # Celery's newest reports it as the body's
-            self._failed_to_send |= is_outside and outcome in {"failure", RESULT_NOT_STORED}
+            self._failed_to_send |= may_be_unsent(exc_info) and outcome in {"failure", RESULT_NOT_STORED}
             record_end(self, outcome, exc)
         self._cut_short |= isinstance(exc, CUT_SHORT_BY)
         self._past_limit |= isinstance(exc, celery_request.TimeLimitExceeded) and self.ticket is not None

@@ -1549,7 +1549,7 @@ def test_a_run_that_ends_with_its_lock_has_not_lost_it(app, deliver, redis, capl
 # ---------------------------------------------------------------- a lock that ends in the queue
 
 
-@pytest.mark.parametrize("holder", ["runs", "has run and retries", "waits"])
+@pytest.mark.parametrize("holder", ["runs", "has run and retries", "waits", "has acquired the lock since then"])
 @pytest.mark.parametrize("overlap", ["buffer_one", "cancel_other", "terminate_other"])
 def test_the_last_arguments_are_not_dropped_for_an_older_run(app, deliver, redis, other, overlap, holder):
     """No worker was there for longer than a queued lock lasts, so that each call has got the lock, and none is left."""
@@ -1564,6 +1564,8 @@ def test_the_last_arguments_are_not_dropped_for_an_older_run(app, deliver, redis
     task.delay("a", 2)
     redis.delete(other.key)
     about = {"lease": 60, "remember_for": 60, "task": task.name, "arguments": ""}
+    if "acquired" in holder:
+        backend_of(app).acquire_many([Call(replace(other, nonce=""), task.name, "", 60)])
     backend_of(app).begin(other, **about)
     if holder == "has run and retries":
         backend_of(app).rotate(other, to=replace(other, generation=1, nonce=""), ttl=60, remember_for=60)
@@ -1573,6 +1575,9 @@ def test_the_last_arguments_are_not_dropped_for_an_older_run(app, deliver, redis
 
     started(deliver(task))
 
+    if "acquired" in holder:  # it is newer: the older arguments must not run after its own
+        assert messages(redis) == (0, 0)
+        return
     assert messages(redis) == (1, 0)
     redis.delete(other.key, turn_key(other.key))
     started(deliver(task))
@@ -1629,9 +1634,10 @@ def test_a_run_whose_next_step_is_sent_does_not_run_again(run_first, caplog, bas
 
 
 @pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
-def test_a_run_that_fails_does_not_run_again_though_a_step_would_follow(run_first, base):
+@pytest.mark.parametrize("error", [ValueError, OperationalError])
+def test_a_run_that_fails_does_not_run_again_though_a_step_would_follow(run_first, base, error):
     def body(user: Any) -> None:
-        raise ValueError(user)
+        raise error(user)
 
     assert run_first(base, body)(0) is Verdict.DONE
 
