@@ -287,10 +287,10 @@ def _pending(facts: Facts) -> Iterator[str]:
         why = f"{facts.queue_refused}. Beat sends it once that is over"
     elif facts.locks_away:
         why = f"{facts.locks_away.rstrip('.')}. Beat sends it once that is over"
-    if facts.no_retry:
-        why = facts.no_retry
-    elif facts.name in facts.state.quarantine:
+    if facts.name in facts.state.quarantine:
         why = "beat sends it once the entry is usable"
+    elif facts.no_retry:
+        why = facts.no_retry
     yield f"The run for {when} is claimed and not confirmed, as task {facts.pending.id}: {why}."
 
 

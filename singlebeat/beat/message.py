@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kombu.utils.encoding import safe_repr
+
 from ..config import Config
 from ..locks.acquire import Plan, plan_call
 from ..locks.base import RUN_HEADER, Ref
@@ -136,7 +138,7 @@ def prepare(
         except ENDING:
             raise
         except BaseException as exc:  # a task's own key function, or a BeatLazyFunc, may raise anything
-            wrong.append((message, exc if isinstance(exc, Exception) else RuntimeError(f"{type(exc).__name__}: {exc}")))
+            wrong.append((message, exc if isinstance(exc, Exception) else RuntimeError(safe_repr(exc))))
             continue
         messages.append(message)
     return messages, wrong

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from celery.beat import Scheduler, SchedulingError
 from celery.result import denied_join_result
 from kombu import Producer
+from kombu.utils.encoding import safe_repr
 
 from ..broker import BrokerConnection
 from ..locks.base import RUN_HEADER
@@ -88,7 +89,7 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
         except (Exception, *ENDING):
             raise
         except BaseException as exc:  # of the task's own apply_async
-            raise SchedulingError(f"Couldn't apply scheduled task {entry.name}: {type(exc).__name__}: {exc}") from exc
+            raise SchedulingError(f"Couldn't apply scheduled task {entry.name}: {safe_repr(exc)}") from exc
 
     def publish(self, entry: Entry) -> AsyncResult:
         """Send the task of an entry, and leave the entry's past to Redis.

@@ -134,7 +134,8 @@ class Holder:
     entry: str = ""  #: name of the schedule's entry that sent it; empty: a program sent it, or unknown
     waits_since: float = 0.0  #: of HELD: since when the message waits, in seconds since 1970; 0 if unknown
     held_for: float = 0.0  #: of HELD, if the message has the turn: seconds since ``since``; else 0
-    may_be_older: bool = False  #: of HELD: it has not held the lock since its call, so that the message may be newer
+    may_be_older: bool = False  #: of HELD: it had no lock when it started, so that a message without one may be newer
+    has_heir: bool = False  #: of HELD: another call has the place behind it, so that a message without one is older
     reason: str = ""  #: of the verdicts UNUSABLE and REFUSED: the error, in the server's words
 
     def __str__(self) -> str:

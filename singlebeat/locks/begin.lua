@@ -1,8 +1,8 @@
 --- begin: start a run, or return the verdict that forbids the start.
 --
 -- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, entry, since (ms), until (ms), payload, next; worker,
---                     renewed (ms) and sent, as in renew, of earlier deliveries; took_free: 1 if the run has not held it
---                     since its call, so that other calls may be newer
+--                     renewed (ms) and sent, as in renew, of earlier deliveries; took_free: 1 if its call had neither the
+--                     lock nor the place behind when it started, so that calls without them may be newer
 -- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock recently, by time (ms), with ":unsent"
 --                     behind it if what follows them may be unsent; and "id:replaced" of calls that were evicted before
 --                     they started, by the end (ms) of their wait
@@ -29,7 +29,7 @@
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms), payload, entry}; if held, also {time since
 --          which the message waits (ms), ms since which the holder is in its state: 0 unless the message has the turn,
---          and 1 if the message may be newer than the holder, else 0}
+--          and "older" if the holder may be older than the message, "heir" if another call has the place behind it, else ""}
 --          started   the run holds the lock, and its queued lock is free; fence is its fencing number, payload the
 --                    arguments of the latest call that it stands for, or an empty string
 --          copy      another delivery of the same message runs under a live lease, or has run less than a lease ago,
@@ -132,7 +132,8 @@ end
 local function held(by)
   local answer = reply("held", by)
   answer[9], answer[10] = string.format("%.0f", since), "0"
-  answer[11] = (by == turn or redis.call("HGET", by, "took_free")) and "1" or "0"
+  local may_be_older = by == turn or redis.call("HGET", by, "took_free")
+  answer[11] = other and "heir" or (may_be_older and "older" or "")
   if turn_ms > 0 and place[1] ~= id and (not in_turn or in_turn == id or is_older) then
     redis.call("PEXPIRE", turn, string.format("%.0f", turn_ms)) -- if this is forbidden, nothing is written
     if in_turn ~= id then
@@ -197,7 +198,10 @@ if overtakes then
   redis.call("DEL", lock)
 end
 if not holder then
-  redis.call("HSET", lock, "id", id, "task", task, "args", args, "entry", entry, "took_free", "1")
+  redis.call("HSET", lock, "id", id, "task", task, "args", args, "entry", entry)
+  if place[1] ~= id and waiting[1] ~= id then
+    redis.call("HSET", lock, "took_free", "1")
+  end
   if ARGV[12] ~= "" then
     redis.call("HSET", lock, "sent", ARGV[12])
   end

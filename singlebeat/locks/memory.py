@@ -204,7 +204,8 @@ class MemoryBackend(BaseBackend):
                 held_by = turn
             if held_by:
                 holder, held_for = self._holder(Verdict.HELD, held_by), 0.0
-                holder = replace(holder, may_be_older=held_by is turn or self._records[held_by.key].took_free)
+                may_be_older = not other_waits and (held_by is turn or self._records[held_by.key].took_free)
+                holder = replace(holder, may_be_older=may_be_older, has_heir=other_waits)
                 if turn_ttl and not is_behind and (by_itself is None or is_in_turn or is_older):
                     new = _Record(
                         ref.task_id, ref.generation, "queued", "", 0, task, arguments, since, now, None, "", entry=entry
@@ -227,9 +228,10 @@ class MemoryBackend(BaseBackend):
                 self._remember(ref.key, record.task_id, record.generation, remember_for)
                 record = replace(record, payload="")
             if record is None:
-                record = _Record(
-                    ref.task_id, 0, "", "", 0, task, arguments, now, now, None, "", entry=entry, took_free=True
-                )
+                record = _Record(ref.task_id, 0, "", "", 0, task, arguments, now, now, None, "", entry=entry)
+                waiting = self._live(queued) if queued not in {"", ref.key} else None
+                has_waited = is_behind or (waiting is not None and waiting.task_id == ref.task_id)
+                record = replace(record, took_free=not has_waited)
             if record.until is None and expiry:
                 record = replace(record, until=now + expiry)
             waiting = self._live(queued) if queued and queued != ref.key else None

@@ -487,7 +487,7 @@ def holder_of(reply: Sequence[Any]) -> Holder:
         return Holder(Verdict(verdict), "", "", None, 0, 0.0, reason=task_id)
     texts, waiting = more[:2], [int(ms) / 1000 for ms in more[2:4]]
     holder = Holder(Verdict(verdict), task_id, state, from_ms(since), int(float(fence)), ttl, *texts, *waiting)
-    return replace(holder, may_be_older=True) if more[4:] == ["1"] else holder
+    return replace(holder, may_be_older=more[4] == "older", has_heir=more[4] == "heir") if more[4:] else holder
 
 
 def _pages(keys: Iterable[str]) -> Iterator[Sequence[str]]:

@@ -363,7 +363,7 @@ def admit(task: Task, ticket: Ticket, holder: Holder, request: Context) -> None:
         case Verdict.REPLACED:
             _skip(task, ticket, request, "another call took its place", event="replaced")
             raise Replaced("another call took its place")
-    if waits_for_its_turn(ticket, request) or _has_no_heir(ticket, holder):
+    if _must_wait(ticket, holder, request):
         countdown = min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.waited)
         if holder.held_for:
             # Newer messages leave the free lock to the one that has the turn: while it sleeps, none of them runs.
@@ -377,12 +377,15 @@ def admit(task: Task, ticket: Ticket, holder: Holder, request: Context) -> None:
     raise Refused(f"held by {holder}")
 
 
-def _has_no_heir(ticket: Ticket, holder: Holder) -> bool:
-    """Return whether no other call may run in place of a message with other arguments, or that replaces older calls.
+def _must_wait(ticket: Ticket, holder: Holder, request: Context) -> bool:
+    """Return whether a message whose lock is held is sent again, to wait; else it is dropped.
 
-    Its lock has ended in the queue. A call that has acquired the lock since then is newer, and runs in its place.
+    A message that others may join, or that replaces others, may have lost its lock in the queue. A call that has
+    acquired the lock, or the place behind the holder, since then is newer, and runs in its place.
     """
-    return (ticket.joinable or ticket.replaceable) and holder.may_be_older
+    if not (ticket.joinable or ticket.replaceable) or is_followed(request):
+        return waits_for_its_turn(ticket, request)
+    return not holder.has_heir and (holder.may_be_older or waits_for_its_turn(ticket, request))
 
 
 def _skip(task: Task, ticket: Ticket, request: Context, why: str, *, event: str, holder: str = "") -> None:

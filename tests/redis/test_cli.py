@@ -928,6 +928,18 @@ def test_a_claimed_run_that_no_beat_tries_again_is_named_with_its_way_out(cli, p
     assert len(bench.names) == 1
 
 
+def test_a_claimed_run_of_a_quarantined_entry_waits_for_that_entry(cli, put, redis, bench_on, server):
+    bench = bench_on(server)
+    put("e", every=36_000)
+    bench.schedule.trigger("e")
+    redis.hset("redbeat:e", "definition", "{")
+    bench.scheduler().tick()
+    assert redis.hexists("redbeat::quarantine", "redbeat:e")
+
+    assert "ZADD" not in cli("doctor", code=1).output
+    assert "beat sends it once the entry is usable" in cli("explain", "e").output
+
+
 def test_a_run_that_is_confirmed_while_doctor_looks_is_not_named(cli, put, redis, monkeypatch):
     put("e")
     redis.hset("redbeat:e", "pending", json.dumps({"id": "x", "nominal": 1.0}))

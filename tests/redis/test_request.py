@@ -42,7 +42,7 @@ from singlebeat.broker import own_broker
 from singlebeat.config import Config
 from singlebeat.errors import LockBackendError
 from singlebeat.locks import backend_of
-from singlebeat.locks.base import HEADER, RUN_HEADER, Call, Ref, Renewal, Ticket, Verdict
+from singlebeat.locks.base import HEADER, RUN_HEADER, Call, IfHeld, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.key import behind_key, done_key, turn_key
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.locks.modes import LockMode
@@ -1549,7 +1549,10 @@ def test_a_run_that_ends_with_its_lock_has_not_lost_it(app, deliver, redis, capl
 # ---------------------------------------------------------------- a lock that ends in the queue
 
 
-@pytest.mark.parametrize("holder", ["runs", "has run and retries", "waits", "has acquired the lock since then"])
+@pytest.mark.parametrize(
+    "holder",
+    ["runs", "has run and retries", "waits", "has acquired the lock since then", "has acquired the place since then"],
+)
 @pytest.mark.parametrize("overlap", ["buffer_one", "cancel_other", "terminate_other"])
 def test_the_last_arguments_are_not_dropped_for_an_older_run(app, deliver, redis, other, overlap, holder):
     """No worker was there for longer than a queued lock lasts, so that each call has got the lock, and none is left."""
@@ -1564,10 +1567,13 @@ def test_the_last_arguments_are_not_dropped_for_an_older_run(app, deliver, redis
     task.delay("a", 2)
     redis.delete(other.key)
     about = {"lease": 60, "remember_for": 60, "task": task.name, "arguments": ""}
-    if "acquired" in holder:
+    if holder == "has acquired the lock since then":
         backend_of(app).acquire_many([Call(replace(other, nonce=""), task.name, "", 60)])
     backend_of(app).begin(other, **about)
-    if holder == "has run and retries":
+    if holder == "has acquired the place since then":
+        newer = Call(Ref(other.key, "newer"), task.name, "", 60, payload="[]", if_held=IfHeld.JOIN)
+        assert backend_of(app).acquire_many([newer])[0].verdict is Verdict.WAITING
+    elif holder == "has run and retries":
         backend_of(app).rotate(other, to=replace(other, generation=1, nonce=""), ttl=60, remember_for=60)
     elif holder == "waits":
         backend_of(app).begin(replace(other, task_id="waits", nonce="w"), turn_ttl=60, **about)

@@ -308,7 +308,14 @@ def test_a_lazy_argument_may_be_positional(bench):
     assert [message.args for message in bench.messages] == [["e", 3]]
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, CancelledError])
+class UnsayableError(BaseException):
+    """Its string cannot be had, either."""
+
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, CancelledError, UnsayableError])
 def test_a_lazy_argument_that_fails_harms_no_other_entry(bench, error):
     def fail() -> None:
         raise error

@@ -544,6 +544,19 @@ def test_clocks_shift_a_rule_as_they_shift_a_crontab(freq, parts, as_crontab) ->
         assert found == expected, (zone, day)
 
 
+@pytest.mark.parametrize("freq", ["DAILY", "HOURLY"])
+@pytest.mark.parametrize(("zone", "start"), [(BERLIN, "2024-10-27T02:40"), (LORD_HOWE, "2024-04-07T01:40")], ids=str)
+def test_a_rule_that_begins_in_the_second_pass_begins_then(freq, zone, start) -> None:
+    start = datetime.fromisoformat(start).replace(tzinfo=zone, fold=1)
+    rule = rrule(freq, dtstart=start, count=2, byminute=[40, 50])
+
+    for after in (start - DAY, start - HOUR / 4, start - MINUTE):
+        assert list(occurrences(rule, after.astimezone(UTC), UTC)) == [
+            start.astimezone(UTC),
+            start.astimezone(UTC) + timedelta(minutes=10),
+        ]
+
+
 @pytest.mark.parametrize("minutes", [25, 60, 420])
 def test_a_rule_of_minutes_alone_counts_elapsed_time_through_both_shifts(minutes: int) -> None:
     start = datetime(2024, 3, 1, 1, 20, tzinfo=BERLIN)

@@ -221,7 +221,13 @@ def _next_crontab(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> date
 
 
 def _on_clock(
-    walls: Callable[[datetime], Iterator[datetime]], after: datetime, zone: tzinfo, *, repeats: bool, skips: bool
+    walls: Callable[[datetime], Iterator[datetime]],
+    after: datetime,
+    zone: tzinfo,
+    *,
+    repeats: bool,
+    skips: bool,
+    begin: datetime | None = None,
 ) -> datetime | None:
     """
     Return the first instant after `after` at which the wall clock of `zone` shows a time of the schedule, or None.
@@ -230,6 +236,7 @@ def _on_clock(
         walls: yields, in their order, the times of the schedule on the wall clock that are later than a given one.
         repeats: a time in a repeated hour runs in both passes.
         skips: a time in a skipped hour does not run, instead of right after the gap.
+        begin: of the schedule. If that is in the second pass of a repeated hour, so are the times in that hour.
     """
     start = after.astimezone(zone).replace(tzinfo=None, microsecond=0)
     if repeats:
@@ -244,6 +251,8 @@ def _on_clock(
             if skips:
                 continue
             first = _end_of_gap(second, first, zone)
+        elif begin is not None and first < begin <= second:
+            first = second
         if first > after:
             return first if repeated is None else min(first, repeated)
         if repeats and repeated is None and second > after:
@@ -294,7 +303,8 @@ def _next_rrule(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> dateti
             clock = zone
         walls = partial(rfc5545.walls, schedule, start.astimezone(UTC).astimezone(clock).replace(tzinfo=None))
         any_minute, any_hour = rfc5545.wildcards(schedule)
-        found = _on_clock(walls, after, clock, repeats=any_minute or any_hour, skips=any_hour)
+        begin = start.astimezone(UTC).replace(microsecond=0)
+        found = _on_clock(walls, after, clock, repeats=any_minute or any_hour, skips=any_hour, begin=begin)
     return None if found is None or (schedule.until is not None and found > schedule.until) else found
 
 

@@ -142,7 +142,10 @@ class Occurrence:
                 text,
             )
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError, RecursionError) as exc:
-            raise EntryError(f"pending cannot be read: {type(exc).__name__}: {exc}") from exc
+            why = f"{type(exc).__name__}: {exc}"
+            raise EntryError(
+                f"pending cannot be read: {why}; to give up that run: HDEL KEY-OF-THE-ENTRY pending"
+            ) from exc
 
 
 @dataclass(frozen=True, slots=True)

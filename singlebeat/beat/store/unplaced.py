@@ -82,9 +82,14 @@ def without_retry(client: RedisClient, keys: Keys) -> Iterator[str]:
 
 
 def is_unlisted(client: RedisClient, keys: Keys, name: str) -> bool:
-    """Return whether an entry has a claimed occurrence, and is not in the list of those: a program has removed it."""
-    claimed = _claimed(client, keys, [name])
-    if not claimed or any(score is not None for score in client.zmscore(keys.pending, [keys.prefix + name, name])):
+    """Return whether an entry has a claimed occurrence, and is not in the list of those: a program has removed it.
+
+    Beat itself removes one that is in quarantine, and adds it again when it is usable.
+    """
+    claimed, members = _claimed(client, keys, [name]), [keys.prefix + name, name]
+    if not claimed or any(score is not None for score in client.zmscore(keys.pending, members)):
+        return False
+    if any(reason is not None for reason in client.hmget(keys.quarantine, members)):
         return False
     # Once more: a beat may have confirmed it in between.
     return _claimed(client, keys, [name]) == claimed and not is_placed_elsewhere(client, keys, name)
