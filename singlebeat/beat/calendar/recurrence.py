@@ -21,6 +21,7 @@ from celery.schedules import BaseSchedule, crontab, solar
 from celery.schedules import schedule as interval
 from celery.utils.time import remaining
 from cronsim import CronSim, CronSimError
+from kombu.utils.encoding import safe_repr
 from redbeat.schedules import rrule
 
 from . import rfc5545, sun
@@ -103,8 +104,7 @@ def _next(schedule: BaseSchedule, after: datetime, zone: tzinfo) -> datetime | N
     except (Exception, *ENDING):
         raise
     except BaseException as exc:
-        msg = f"{type(exc).__name__}: {exc}"
-        raise RuntimeError(msg) from exc
+        raise RuntimeError(safe_repr(exc)) from exc  # its string may fail, too
 
 
 def latest_occurrence(
