@@ -384,6 +384,7 @@ class Renewer:
         def renew(refs: Sequence[Ref], *, lease: float) -> None:
             renewals.update(zip(refs, self.backend.renew_many(refs, lease=lease), strict=True))
 
+        begun = {id(request) for request in requests if request.has_begun}  # the others may begin after the answer
         held = [(request, ref) for request in requests for ref in request.renewed()]
         self._in_parts([ref for _, ref in held], partial(renew, lease=self.lease))
         shown = [(request, ref) for request in requests for ref in request.shown_alive()]
@@ -399,7 +400,7 @@ class Renewer:
                 request.has_begun = True
             elif renewal is Renewal.OVER:
                 self._requests.pop(id(request), None)
-            elif renewal is Renewal.LOST and request.tells_loss(is_over=False):
+            elif renewal is Renewal.LOST and id(request) in begun and request.tells_loss(is_over=False):
                 self._requests.pop(id(request), None)
                 self._report_loss(
                     request.name, ref, "%(task)s[%(id)s] runs on without its lock, or has just ended: it was lost"

@@ -1526,6 +1526,26 @@ def test_a_run_that_was_refused_has_lost_no_lock(app, deliver, redis, caplog):
     assert "lock_lost" not in caplog.text
 
 
+def test_a_run_that_begins_while_locks_are_renewed_has_not_lost_its_lock(app, deliver, redis, caplog, monkeypatch):
+    """The answer is of the moment before."""
+    task, task_id = app.task(same, name="app.task", shared=False), uuid()
+    renewer_of(app)._started = True  # the test is its thread
+    request = deliver(task, ["a"], id=task_id, **{HEADER: {"id": task_id, "key": "SINGLETONLOCK_a"}})
+    renew = renewer_of(app).backend.renew_many
+
+    def renew_first(*args: Any, **options: Any) -> Any:
+        answer = renew(*args, **options)
+        request.time_start = time.monotonic()
+        request.begin_for_plain_task()
+        return answer
+
+    monkeypatch.setattr(renewer_of(app).backend, "renew_many", renew_first)
+    renewer_of(app)._renew([request])
+
+    assert request.has_begun
+    assert "lock_lost" not in caplog.text
+
+
 @pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
 def test_a_run_that_ends_with_its_lock_has_not_lost_it(app, deliver, redis, caplog, base):
     """Its process frees the lock, and another call acquires it, before its worker hears of the end."""
