@@ -940,6 +940,20 @@ def test_a_claimed_run_of_a_quarantined_entry_waits_for_that_entry(cli, put, red
     assert "beat sends it once the entry is usable" in cli("explain", "e").output
 
 
+def test_claimed_runs_are_looked_up_in_batches(app, put, redis):
+    for number in range(50):
+        put(f"e{number}", every=36_000)
+        Schedule(app).trigger(f"e{number}")
+    redis.zrem("redbeat::pending", "redbeat:e7")
+    redis.config_resetstat()
+
+    assert [*Schedule(app).without_retry()] == ["e7"]
+
+    stats = redis.info("commandstats")
+    assert stats["cmdstat_zmscore"]["calls"] < 5
+    assert sum(stats[name]["calls"] for name in stats if name in {"cmdstat_evalsha", "cmdstat_eval"}) < 10
+
+
 def test_a_run_that_is_confirmed_while_doctor_looks_is_not_named(cli, put, redis, monkeypatch):
     put("e")
     redis.hset("redbeat:e", "pending", json.dumps({"id": "x", "nominal": 1.0}))

@@ -77,8 +77,9 @@ def pages_without_place(client: RedisClient, keys: Keys) -> Iterator[Sequence[st
 def without_retry(client: RedisClient, keys: Keys) -> Iterator[str]:
     """Yield the names of stored entries with a claimed occurrence that no beat tries again, as ``is_unlisted`` says."""
     for page in _pages(client, keys):
-        claimed = _claimed(client, keys, [name for name in page if keys.is_possible(name)])
-        yield from (name for name in claimed if is_unlisted(client, keys, name))
+        claimed = [*_claimed(client, keys, [name for name in page if keys.is_possible(name)])]
+        # Thousands are claimed while the broker is away: only those that are not listed are asked about one by one.
+        yield from (n for n in _absent(client, keys.pending, keys, claimed) if is_unlisted(client, keys, n))
 
 
 def is_unlisted(client: RedisClient, keys: Keys, name: str) -> bool:
@@ -86,10 +87,10 @@ def is_unlisted(client: RedisClient, keys: Keys, name: str) -> bool:
 
     Beat itself removes one that is in quarantine, and adds it again when it is usable.
     """
-    claimed, members = _claimed(client, keys, [name]), [keys.prefix + name, name]
-    if not claimed or any(score is not None for score in client.zmscore(keys.pending, members)):
+    claimed = _claimed(client, keys, [name])
+    if not claimed or not _absent(client, keys.pending, keys, [name]):
         return False
-    if any(reason is not None for reason in client.hmget(keys.quarantine, members)):
+    if any(reason is not None for reason in client.hmget(keys.quarantine, [keys.prefix + name, name])):
         return False
     # Once more: a beat may have confirmed it in between.
     return _claimed(client, keys, [name]) == claimed and not is_placed_elsewhere(client, keys, name)
@@ -112,17 +113,19 @@ def _pages(client: RedisClient, keys: Keys) -> Iterator[Sequence[str]]:
 def _unplaced(client: RedisClient, keys: Keys, names: Iterable[str]) -> Iterator[str]:
     """Yield those of some names that are names of stored entries without a place."""
     possible = [name for name in names if keys.is_possible(name)]
-    if not possible:
-        return
-    members = [keys.prefix + name for name in possible]
-    scores = client.zmscore(keys.schedule, [*members, *possible])
-    both = zip(possible, scores[: len(possible)], scores[len(possible) :], strict=True)
-    left = [name for name, *found in both if all(score is None for score in found)]
+    left = _absent(client, keys.schedule, keys, possible)
     if not left:
         return
     for name, fields in zip(left, read_fields(client, [keys.prefix + name for name in left]), strict=True):
         if not isinstance(fields, str) and fields[0] and not is_placed_elsewhere(client, keys, name):
             yield name
+
+
+def _absent(client: RedisClient, zset: str, keys: Keys, names: Sequence[str]) -> Sequence[str]:
+    """Return those of some names of entries that a sorted set has neither as keys nor as bare names."""
+    scores = client.zmscore(zset, [*(keys.prefix + name for name in names), *names]) if names else []
+    both = zip(names, scores[: len(names)], scores[len(names) :], strict=True)
+    return [name for name, *found in both if all(score is None for score in found)]
 
 
 def is_placed_elsewhere(client: RedisClient, keys: Keys, name: str) -> bool:
