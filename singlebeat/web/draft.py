@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, tzinfo
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -104,10 +105,9 @@ class Draft:
             values |= _of_schedule(when, zone)
         for name in (*TEXTS, *NUMBERS, *INSTANTS):
             value = wishes.get(name)
-            values[name] = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+            values[name] = "" if value is None else str(value).removesuffix(".0")
         values["run_on_start"] = "on" if wishes.get("run_on_start") else ""
-        tags = wishes.get("tags")
-        values["tags"] = ", ".join(map(str, tags)) if isinstance(tags, Sequence) and not isinstance(tags, str) else ""
+        values["tags"] = _of_tags(wishes.get("tags"))
         return draft
 
     @property
@@ -127,7 +127,7 @@ class Draft:
         found["task"] = values["task"].strip()
         for name, kind, what in (("args", list, "array"), ("kwargs", dict, "object"), ("options", dict, "object")):
             try:
-                value = json.loads(values[name] or ("[]" if kind is list else "{}"))
+                value = json.loads(values[name] or ("[]" if kind is list else "{}"), cls=Decoder)
             except json.JSONDecodeError as exc:
                 self.errors[name] = f"line {exc.lineno}, column {exc.colno}: {exc.msg}"
                 continue
@@ -162,7 +162,7 @@ class Draft:
                 self.errors[name] = "must be a number"
         found["run_on_start"] = True if values["run_on_start"] == "on" else None
         if "tags" in EntryPolicy.names():
-            found["tags"] = [tag.strip() for tag in values["tags"].split(",") if tag.strip()] or None
+            found["tags"] = _tags(values["tags"]) or None
         for name, value in found.items():
             try:
                 EntryPolicy.of({name: value})
@@ -261,6 +261,22 @@ class Draft:
         return Draft(values)
 
 
+def _of_tags(tags: object) -> str:
+    """Return tags as they are shown: separated by commas, or as JSON if they hold a comma or space of their own."""
+    if not isinstance(tags, Sequence) or isinstance(tags, str):
+        return ""
+    text = ", ".join(map(str, tags))
+    return text if _tags(text) == [*tags] else json.dumps(tags, ensure_ascii=False, default=str)
+
+
+def _tags(text: str) -> Sequence[object]:
+    """Return the tags that a text shows."""
+    if text.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            return json.loads(text)
+    return [tag.strip() for tag in text.split(",") if tag.strip()]
+
+
 def _of_schedule(when: BaseSchedule, zone: tzinfo) -> dict[str, str]:
     """Return the fields of a schedule; as JSON if no other kind has all of its parts."""
     try:
@@ -339,5 +355,13 @@ def _shown_local(moment: datetime, zone: tzinfo) -> str:
 
 
 def _pretty(value: object) -> str:
-    flat = json.dumps(value, ensure_ascii=False, default=str)
-    return flat if len(flat) <= 60 else json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    flat = json.dumps(value, ensure_ascii=False, default=_as_json)
+    return flat if len(flat) <= 60 else json.dumps(value, indent=2, ensure_ascii=False, default=_as_json)
+
+
+def _as_json(value: object) -> object:
+    """Return a value as it is stored; what only the code can give, as a person reads it."""
+    try:
+        return Encoder().default(value)
+    except (TypeError, ValueError):
+        return str(value)

@@ -21,6 +21,7 @@ from ..beat.entries.policy import EntryPolicy
 from ..errors import ConflictError, EntryError, UnknownEntryError
 from ..masking import MaskError
 from .actions import Page, leads_to
+from .board import IN_CALL
 from .draft import FIELDS, FREQUENCIES, KINDS, UNITS, Draft
 from .render import sentence
 from .versions import version_of
@@ -73,10 +74,10 @@ def save(board: Board, request: PageRequest, user: User) -> Page | PageReply:
     found, draft, before = _stored(board, user, name), Draft.of_form(form), _before(form)
     zone = _zone_of(board, draft)
     fields, wishes = draft.fields(zone), draft.wishes()
-    fields |= _unmasked(board, draft, fields, _stored_fields(board, form, user, found))
-    if found is not None and "schedule" in found.fields and draft.has_schedule_of(_draft_of(board, found)):
-        fields["schedule"] = found.fields["schedule"]  # of the many ways to write it, keep the stored one
-        draft.errors.pop("schedule", None)
+    source = found or (_stored(board, user, form.get("like")) if form.get("like") else None)
+    fields |= _unmasked(board, draft, fields, source.fields if source is not None else {})
+    if source is not None:
+        _keep(fields, wishes, draft, _draft_of(board, source), source)
     if not name:
         draft.errors["name"] = "give the entry a name"
     if draft.errors or form.get("do") in {"preview", "back"}:
@@ -154,10 +155,21 @@ def _zone_of(board: Board, draft: Draft) -> tzinfo:
         return board.zone
 
 
-def _stored_fields(board: Board, form: Fields, user: User, found: Salvage | None) -> Any:
-    """Return the stored fields whose masked values a draft keeps: of the entry, or of the one that was copied."""
-    source = found or (_stored(board, user, form.get("like")) if form.get("like") else None)
-    return source.fields if source is not None else {}
+def _keep(fields: dict[str, Any], wishes: dict[str, object], draft: Draft, shown: Draft, source: Salvage) -> None:
+    """Let each field whose text is as it was shown keep its stored value, of which the text may hold only a part.
+
+    Args:
+        shown: the texts of ``source``: the entry, or the one that was copied.
+    """
+    for name in wishes:
+        if draft.values[name] == shown.values[name] and name not in draft.errors:
+            wishes[name] = source.wishes.get(name)
+    for name in source.fields.keys() & fields.keys() - draft.errors.keys():
+        if name in ("task", *IN_CALL) and draft.values[name] == shown.values[name]:
+            fields[name] = source.fields[name]
+    if "schedule" in source.fields and draft.has_schedule_of(shown):
+        fields["schedule"] = source.fields["schedule"]
+        draft.errors.pop("schedule", None)
 
 
 def _unmasked(board: Board, draft: Draft, fields: Mapping[str, Any], stored: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -25,6 +25,7 @@ from .test_security import HOSTILE
 
 PLAIN = f"{APP}.plain"
 FIRST = datetime(2026, 1, 1, 9, tzinfo=UTC)
+WHEN = {"year": 2026, "month": 1, "day": 2, "hour": 3, "minute": 4, "second": 5, "microsecond": 0, "timezone": "UTC"}
 
 
 @pytest.fixture
@@ -55,6 +56,11 @@ def values(text: str) -> dict[str, Any]:
         chosen = re.search(r"<option[^>]* selected>([^<]*)", options) or re.search(r"<option[^>]*>([^<]*)", options)
         found[name] = "" if 'value=""' in chosen[0] else chosen[1]
     return found
+
+
+def stored(redis, name: str, field: str) -> dict[str, Any]:
+    """Return a field of an entry as it is stored."""
+    return json.loads(redis.hget(f"redbeat:{name}", field))
 
 
 def save(page, path: str, **changes: str) -> Any:
@@ -112,6 +118,40 @@ def test_an_entry_that_is_saved_unchanged_stays_as_it_is(page, entries, redis, w
         before.policy,
         before.meta,
     )
+
+
+@pytest.mark.parametrize("path", ["/edit?name=e", "/edit?like=e"])
+def test_a_field_that_is_left_as_it_is_keeps_what_its_text_does_not_show(page, redis, path):
+    definition = {
+        "task": PLAIN,
+        "schedule": {"__type__": "clocked", "instant": "2030-01-01T08:00:00.123456Z"},
+        "args": [{"__type__": "datetime", **WHEN}, 1e22],
+        "kwargs": {},
+        "options": {"expires": 1234567.5},
+        "enabled": True,
+    }
+    policy = {"misfire_grace_time": 1234567, "jitter": 100000.5, "tags": ["billing, eu", " c "]}
+    redis.hset("redbeat:e", mapping={"definition": json.dumps(definition), "policy": json.dumps(policy)})
+    redis.zadd("redbeat::schedule", {"redbeat:e": time.time() + 10**6})
+    name = "e" if "name=" in path else "f"
+
+    save(page, path, name=name, note="new")
+
+    assert stored(redis, name, "policy") == {**policy, "note": "new"}
+    assert stored(redis, name, "definition") == {**definition, "name": name}
+
+
+def test_numbers_instants_and_tags_that_are_typed_are_stored_as_typed(page, entries, redis):
+    entries.upsert("e", PLAIN, 60, args=["x"], tags=["billing, eu", "c"])
+    when = {"__type__": "datetime", **WHEN}
+
+    assert values(page.get("/edit?name=e").text)["tags"] == '["billing, eu", "c"]'
+    save(page, "/edit?name=e", tags='["billing, eu", "d"]', jitter="1234567.25", args=json.dumps([when]))
+
+    assert stored(redis, "e", "policy") == {"jitter": 1234567.25, "tags": ["billing, eu", "d"]}
+    assert entries.get("e").args == [datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)]
+    assert json.loads(values(page.get("/edit?name=e").text)["args"]) == [when]
+    assert values(page.get("/edit?name=e").text)["jitter"] == "1234567.25"
 
 
 def test_the_diff_names_each_changed_field(page, entries):
