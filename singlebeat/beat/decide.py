@@ -6,11 +6,11 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, tzinfo
 
-from .entries.definition import Meta
+from .entries.definition import LONGEST_STEP_BACK, Meta
 from .entries.entry import PARKED
 from .entries.occurrence import Decision, DecisionType, Kind, Occurrence
 from .entries.timetable import Timetable
-from .leadership.clock_guard import LONGEST_STEP_BACK, WRONG_PAST
+from .leadership.clock_guard import WRONG_PAST
 from .store.claims import Claim, Stored
 
 __all__ = ("claim_for", "dropped")

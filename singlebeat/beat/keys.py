@@ -60,7 +60,8 @@ OWN_KEYS: Mapping[str, tuple[str, str]] = {
     "pauses": (
         "hash",
         "The pauses of many entries: ``all``, or ``tag:`` and the tag, with JSON: ``since`` and ``until`` when, ``by`` "
-        "whom, and a ``note``; all of them are optional. A record is kept for seven days after its end.",
+        "whom, a ``note``, and ``written``, ids of the last calls that wrote it; all of them are optional. A record is "
+        "kept for seven days after its end.",
     ),
     "changes": (
         "stream",

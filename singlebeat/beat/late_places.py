@@ -16,11 +16,12 @@ from ..errors import EntryError
 from ..log import LAST_INSTANT
 from .calendar.zone import app_zone
 from .decide import claim_for
+from .entries.definition import LONGEST_STEP_BACK
 from .entries.entry import Entry
 from .entries.fields import BATCH, read_fields
 from .entries.timetable import Timetable
 from .keys import Keys
-from .leadership.clock_guard import LONGEST_STEP_BACK, latest_shown
+from .leadership.clock_guard import latest_shown
 from .server_time import server_now
 from .status import OVERDUE_AFTER
 from .store.claims import Stored

@@ -16,13 +16,13 @@ from ..broker import is_one_broker, own_broker
 from ..config import Config
 from ..connections import schedule_client
 from ..errors import EntryError
+from .entries.definition import LONGEST_STEP_BACK
 from .entries.entry import Entry, Meta
 from .entries.fields import read_fields
 from .entries.occurrence import Occurrence
 from .entries.pauses import READ_PAUSES, Pauses
 from .entries.statics import owner_of
 from .keys import Keys
-from .leadership.clock_guard import LONGEST_STEP_BACK
 from .leadership.lease import STAY, ask_leader, leader_of, why_leaderless
 from .server_time import DIFFERS_FROM, UNFIT_FROM, ServerTime
 

@@ -18,14 +18,13 @@ from ..beat.calendar.zone import app_zone
 from ..beat.decide import claim_for
 from ..beat.delivery import listed
 from ..beat.entries.author import Author
-from ..beat.entries.definition import MOST_NESTED, Meta
+from ..beat.entries.definition import LONGEST_STEP_BACK, MOST_NESTED, Meta
 from ..beat.entries.entry import Entry
 from ..beat.entries.fields import BATCH
 from ..beat.entries.save import save_entries
 from ..beat.entries.statics import Statics
 from ..beat.entries.timetable import EPOCH
 from ..beat.keys import Keys
-from ..beat.leadership.clock_guard import LONGEST_STEP_BACK
 from ..beat.schedule import Schedule
 from ..beat.server_time import server_now
 from ..beat.status import ScheduleStatus, counted

@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 from celery import Celery
@@ -263,6 +264,47 @@ def test_a_change_keeps_an_overdue_run_before_one_that_jitter_delays(bench):
     bench.tick()
 
     assert bench.names == [name]
+
+
+@pytest.mark.parametrize(
+    ("zone", "own"),
+    [("UTC", None), ("UTC", "Asia/Tokyo"), ("Asia/Tokyo", None)],
+    ids=["rewritten in UTC", "the zone becomes the entry's", "nothing changes"],
+)
+@pytest.mark.parametrize("jitter", [None, 40_000])
+def test_a_change_of_the_apps_zone_and_the_entry_keeps_a_run_that_is_due(bench, zone, own, jitter):
+    now, given = datetime.now(UTC), {"args": ["e"], "jitter": jitter}
+    nominal = now.replace(second=0, microsecond=0) - timedelta(minutes=30)
+
+    def daily(zone: str) -> crontab:
+        local = nominal.astimezone(ZoneInfo(zone))
+        return crontab(minute=local.minute, hour=local.hour)
+
+    before, after = bench.new_app(timezone="Asia/Tokyo"), bench.new_app(timezone=zone)
+    past = {"last_run_at": nominal - timedelta(days=1), "total_run_count": 7}
+    Entry("e", PLAIN, daily("Asia/Tokyo"), app=before, **given, **past).save()
+    bench.redis.set("redbeat::zone", "Asia/Tokyo")
+
+    Schedule(after).upsert("e", PLAIN, daily(own or zone), timezone=own, **given)
+    scheduler = bench.scheduler(app=after)
+    scheduler._tick(now + timedelta(hours=12), scheduler.lease.acquire())
+
+    assert [message.nominal for message in bench.messages] == [nominal]
+
+
+@pytest.mark.parametrize(
+    ("new", "ahead"), [(crontab(minute="*/2"), HOUR / 9), (schedule(90), HOUR / 9), (schedule(90), 4 * HOUR)]
+)
+def test_a_change_after_the_clock_was_set_back_repeats_no_run(bench, new, ahead):
+    now = datetime.now(UTC)
+    bench.put(every=crontab(minute="*"), last_run_at=now + ahead)
+
+    bench.schedule.upsert("e", PLAIN, new, args=["e"])
+
+    counts_from = bench.schedule.get("e").meta.counts_from
+    is_of_wrong_clock = ahead > 3 * HOUR
+    assert (counts_from < now + timedelta(minutes=1)) is is_of_wrong_clock
+    assert (bench.score() < (now + ahead).timestamp()) is is_of_wrong_clock
 
 
 @pytest.mark.parametrize("new", [crontab(minute="1-59/2"), schedule(1800), schedule(7200)], ids=repr)

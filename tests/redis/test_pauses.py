@@ -11,6 +11,7 @@ import pytest
 from redis.exceptions import RedisError
 
 from singlebeat import Schedule
+from singlebeat.beat.entries import pauses
 from singlebeat.beat.entries.pauses import Pause, Pauses
 from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.one_write import OneWrite
@@ -323,9 +324,29 @@ def test_pauses_of_many_programs_at_once_are_all_kept(bench):
     assert {pause.tag: pause.note for pause in bench.schedule.pauses()} == {"a": "a", "b": "b", "c": "c"}
 
 
-def test_a_pause_that_changes_each_time_is_a_conflict(bench, monkeypatch):
-    from singlebeat.beat.entries import pauses
+@pytest.mark.parametrize("is_paused", [False, True], ids=["a pause is repeated", "a resume is repeated"])
+def test_a_repetition_undoes_no_later_change_of_a_pause(bench, monkeypatch, is_paused):
+    """The reply was lost, and another operator acts before the client calls again."""
+    ann = Schedule(bench.new_app(), actor="ann")
+    if is_paused:
+        ann.pause_many(note="first")
+    send = pauses.PAUSE
 
+    def send_twice(client: Any, keys: Any, args: Any) -> Any:
+        monkeypatch.setattr(pauses, "PAUSE", send)
+        send(client, keys, args)
+        (ann.pause_many if is_paused else ann.resume_many)()
+        return send(client, keys, args)
+
+    monkeypatch.setattr(pauses, "PAUSE", send_twice)
+    bob = Schedule(bench.app, actor="bob")
+    (bob.resume_many if is_paused else bob.pause_many)()
+
+    assert [pause.by for pause in bob.pauses()] == (["ann"] if is_paused else [])
+    assert [change.actor for change in bob.changes(count=2)] == ["ann", "bob"]
+
+
+def test_a_pause_that_changes_each_time_is_a_conflict(bench, monkeypatch):
     read = pauses.read_pauses
 
     def read_and_change(client: Any, key: str) -> Pauses:

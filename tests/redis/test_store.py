@@ -159,10 +159,12 @@ def test_nothing_due_takes_one_round_trip(app, put, round_trips):
     assert round_trips(lambda client: due(Store(app, client))) == 1
 
 
-def test_the_clock_is_checked_without_a_scan_of_entries_far_ahead(app, put, round_trips):
+def test_the_clock_is_checked_without_a_scan_of_entries_far_ahead(app, put, redis, round_trips):
     for at in range(40):
         put(f"e{at}", score=LATER.timestamp() + at * 10**6, meta=Meta(LATER + timedelta(days=at), 1).encode())
-    assert round_trips(lambda client: clock_of(app, client).check(NOW, TERM)) == 2
+    clock_of(app, redis).check(NOW, TERM)  # else the server does not know the script yet
+
+    assert round_trips(lambda client: clock_of(app, client).check(NOW, TERM)) == 3
 
     def check(client: Redis) -> None:
         clock = clock_of(app, client)
@@ -210,6 +212,26 @@ def test_changes_that_the_server_has_forgotten_are_noticed_once(app, redis, term
 
     assert clock.check(NOW + 2 * minute, term) == (NOW if is_noticed else None)
     assert clock.check(NOW + 3 * minute, term) is None
+
+
+def test_a_request_that_the_network_delays_stores_no_old_time(app, redis):
+    """The client has repeated it long ago: the old time would look as if the server had lost changes."""
+    clock, minute, sent = clock_of(app, redis), timedelta(minutes=1), []
+    with redis.monitor() as monitor:
+        clock.check(NOW, TERM)
+        clock.check(NOW + minute, TERM)
+        redis.ping()
+        for seen in iter(monitor.next_command, None):
+            if seen["command"] == "PING":
+                break
+            if seen["client_type"] != "lua" and "redbeat::clock" in seen["command"]:
+                sent.append(seen["command"].split())
+    clock.check(NOW + 2 * minute, TERM)
+
+    for command in sent:
+        redis.execute_command(*command)
+
+    assert clock.check(NOW + 3 * minute, TERM) is None
 
 
 @pytest.mark.parametrize("terms", [0, 1])

@@ -14,7 +14,7 @@ from ...errors import ConfigError, EntryError
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("app_zone", "given_instant", "in_utc", "known_zone", "named_zone")
+__all__ = ("app_zone", "given_instant", "in_utc", "known_zone", "named_zone", "zone_by_name")
 
 #: Zones of dateutil that distinguish both passes of a repeated hour (PEP 495), which the arithmetic needs.
 FOLDING = (tz.tzfile, tz.tzlocal, tz.tzrange)
@@ -53,7 +53,7 @@ def known_zone(zone: tzinfo | None) -> tzinfo | None:
         zone = tz.tzlocal()
     if not isinstance(zone, tzinfo):
         return None
-    if (named := _by_name(_name_of(zone))) is not None:
+    if (named := zone_by_name(_name_of(zone))) is not None:
         return named
     try:
         offset = zone.utcoffset(None)
@@ -70,7 +70,7 @@ def named_zone(zone: tzinfo | None) -> ZoneInfo | None:
     if zone is UTC:
         return ZoneInfo("UTC")
     found = known_zone(zone)
-    return _by_name(found.key) if isinstance(found, ZoneInfo) else None
+    return zone_by_name(found.key) if isinstance(found, ZoneInfo) else None
 
 
 def in_utc(moment: datetime) -> datetime:
@@ -111,7 +111,8 @@ def _name_of(zone: tzinfo) -> str:
     return name or str(getattr(zone, "_filename", "")).rpartition("zoneinfo/")[2]
 
 
-def _by_name(name: str) -> ZoneInfo | None:
+def zone_by_name(name: str) -> ZoneInfo | None:
+    """Return the zone of an IANA name, None if there is none."""
     try:
         return ZoneInfo(name) if name else None
     except Exception:  # ZoneInfo raises five different errors for a wrong name

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .occurrence import Occurrence
 
 __all__ = (
+    "LONGEST_STEP_BACK",
     "Meta",
     "decode_definition",
     "encode_definition",
@@ -67,6 +68,10 @@ MOST_NESTED = 250
 #: Characters of a field of an entry: a beat needs up to a second to read and to send ten times as many, and so long all
 #: others wait.
 LONGEST_FIELD = 1_000_000
+
+#: How far ahead the past of an entry may lie, so that runs of before the clock was set back are not repeated. A past
+#: that lies further ahead comes from a wrong clock, and must not silence its entry (cron(8) of Debian has this limit).
+LONGEST_STEP_BACK = timedelta(hours=3)
 
 #: Unknown fields of a definition that a warning names, at most.
 MOST_IGNORED = 5

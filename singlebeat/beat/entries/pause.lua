@@ -1,25 +1,27 @@
 --- pause: pause many entries, or end that pause, unless another program has changed the pause since we read it.
 --
--- It uses permitted. A repetition of the call, after its reply was lost, returns 1 again and writes nothing.
+-- It uses permitted. A repetition of the call, after its reply was lost, returns 1 again and writes nothing, even if
+-- others have changed the pause since: the record names the last calls that wrote it.
 --
 -- KEYS[1]  pauses    hash: records by selector
 -- KEYS[2]  changes   stream: one record per change
 -- ARGV[1]  selector  of the entries
 -- ARGV[2]  found     its record as we read it; empty: it had none
--- ARGV[3]  record    JSON that replaces it
+-- ARGV[3]  record    JSON that replaces it; its field written names this call and those before
 -- ARGV[4]  over      JSON: selector and record as we read it, alternating, of pauses that ended long ago: removed
 -- ARGV[5]  actor     who changes the pause
 -- ARGV[6]  by        by what means
 -- ARGV[7]  limit     changes to keep; 0: keep none
 -- ARGV[8]  action    pause or resume
 -- ARGV[9]  note      of the change
+-- ARGV[10] id        of this call
 --
 -- returns  1 done, 0 another program has changed the record meanwhile; an error if the server refuses a command, and
 --          nothing was written
 
 local pauses, selector, found, record = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 local stored = redis.call("HGET", pauses, selector) or ""
-if stored == record then
+if string.find(stored, ARGV[10], 1, true) then
   return 1  -- by this call: its reply was lost
 end
 if stored ~= found then

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 from ...errors import ConflictError, EntryError
 from ...lua import packed, script
@@ -283,7 +284,7 @@ def _change(
         change: returns the new pause from the present one, which is None if no pause lasts.
         about: what is recorded of the change, as ``pause.lua`` takes it.
     """
-    selector = _selector(tag)
+    selector, call = _selector(tag), uuid4().hex
     for _ in range(_ATTEMPTS):
         pauses = read_pauses(client, keys.pauses)
         present = next((pause for pause in pauses.lasting(now) if pause.tag == tag), None)
@@ -292,10 +293,21 @@ def _change(
             return None
         rows = dict(_pairs(pauses.found))
         over = [text for old in pauses.pauses if old.ended_before(now - KEPT_FOR) for text in _row(old, rows)]
-        args = (selector, rows.get(selector, ""), wanted.encode(), packed(over), *about)
+        found = rows.get(selector, "")
+        # More than are written while a client repeats a call.
+        record = {**json.loads(wanted.encode()), "written": f"{call} {_written(found)}"[:1000]}
+        args = (selector, found, json.dumps(record), packed(over), *about, call)
         if PAUSE(client, [keys.pauses, keys.changes], args):
             return wanted
     raise ConflictError("the pause cannot be stored: another process keeps changing it; try again")
+
+
+def _written(record: str) -> str:
+    """Return the ids of the last calls that wrote a record; empty if none are known."""
+    try:
+        return str(loads_object(record or "{}", "it").get("written", ""))
+    except EntryError:
+        return ""
 
 
 def _row(pause: Pause, rows: Mapping[str, str]) -> tuple[str, str]:

@@ -6,15 +6,16 @@ import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, tzinfo
 from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from ...errors import ConflictError, EntryError
 from ..calendar.clocked import comes_once
 from ..calendar.recurrence import is_known
+from ..calendar.zone import zone_by_name
 from .code_only import given_for
-from .definition import Meta, loads_object, salvage_fields
+from .definition import LONGEST_STEP_BACK, Meta, loads_object, salvage_fields
 from .fields import BATCH, read_fields, write_fields
 from .occurrence import Occurrence
 from .pauses import Pauses, read_pauses
@@ -160,6 +161,7 @@ def _plan(
     found = read_fields(client, [*members.values()])
     scores = client.zmscore(keys.schedule, [*members.values()])
     pauses = cache(lambda: read_pauses(client, keys.pauses))  # asked only where an entry loses a tag
+    zone = cache(lambda: zone_by_name(client.get(keys.zone) or ""))  # asked only where times change
     wishes = {}
     for (name, member), fields, score in zip(members.items(), found, scores, strict=True):
         entry = entries[name]
@@ -184,7 +186,7 @@ def _plan(
             if is_kept and stored is not None and not _has_later_past(entry, stored, now):
                 entry.version = wanted, policy or ""
             else:
-                wish = _wish(entry, wanted, member, fields[:4], score, now, pauses, keep_disabled, has_moved)
+                wish = _wish(entry, wanted, member, fields[:4], score, now, pauses, zone, keep_disabled, has_moved)
                 _check(entry, wish, now)
                 wishes[name] = wish
         except Exception as exc:  # a user's own schedule may raise anything: this must not harm other entries
@@ -210,6 +212,7 @@ def _wish(
     score: float | None,
     now: datetime,
     pauses: Callable[[], Pauses],
+    zone: Callable[[], tzinfo | None],
     keep_disabled: bool,
     has_moved: bool,
 ) -> _Wish:
@@ -255,7 +258,11 @@ def _wish(
         past = replace(entry.meta, last_run_at=None) if at_once else entry.meta
     elif definition and not has_run_since:
         if not same_times:
-            past = replace(past, since=_counts_from(stored, wanted, entry, past, now, has_moved=has_moved))
+            before = None
+            if stored is not None and wanted is not None:
+                own = zone() or entry.timetable.zone
+                before = replace(entry.timetable, schedule=stored.schedule, policy=wanted, zone=own)
+            past = replace(past, since=_counts_from(before, entry.timetable, past, now, has_moved=has_moved))
         if was_off_until is not None:
             past = entry.timetable.passed(past, was_off_until)
     is_broken = (definition and stored is None) or (meta and whole is None)
@@ -290,22 +297,22 @@ def _has_moved(entry: Entry, past: Meta | None, score: float | None, now: dateti
 
 
 def _counts_from(
-    stored: Entry | None, policy: EntryPolicy | None, entry: Entry, past: Meta, now: datetime, *, has_moved: bool
+    before: Timetable | None, after: Timetable, past: Meta, now: datetime, *, has_moved: bool
 ) -> datetime | None:
     """Return from when an entry counts whose times change: the field ``since`` of its new past.
 
     That is now. But a run must not be lost whose time has passed, and is a time before and after the change: it is
     overdue, or jitter delays it. Then the entry counts from just before that time. If the change leaves the next time
-    as it is, the entry counts as before.
+    as it is, or if the clock was set back since the last run, the entry counts as before.
 
     Args:
-        stored: the entry before the change; None if it is unreadable.
-        policy: of the entry before the change; None if it is unreadable.
+        before: its timetable before the change, in the zone of the app at that time; None if it is unreadable.
         has_moved: its times before the change are not known.
     """
-    if stored is None or policy is None or (policy.max_runs is not None and past.total_run_count >= policy.max_runs):
+    if past.counts_from is not None and now < past.counts_from <= now + LONGEST_STEP_BACK:
+        return past.since  # the times until then have been decided
+    if before is None or (before.policy.max_runs is not None and past.total_run_count >= before.policy.max_runs):
         return now  # an entry that was finished had no next time
-    before, after = replace(entry.timetable, schedule=stored.schedule, policy=policy), entry.timetable
     since = before.since(past.counts_from)
     if since is None:  # it has never run, and is due now
         return past.since if after.since(None) is None else now

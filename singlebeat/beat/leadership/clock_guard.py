@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from ...errors import EntryError
 from ...log import LAST_INSTANT, Log
-from ..entries.definition import Meta
+from ...lua import script
+from ..entries.definition import LONGEST_STEP_BACK, Meta
 from ..entries.fields import BATCH, read_fields
 from ..entries.timetable import PARKED
 from ..server_time import UNFIT_FROM
@@ -19,13 +20,9 @@ if TYPE_CHECKING:
     from ..keys import Keys
     from .lease import Term
 
-__all__ = ("LONGEST_STEP_BACK", "WRONG_PAST", "Clock", "latest_shown")
+__all__ = ("WRONG_PAST", "Clock", "latest_shown")
 
 log = Log("celery.beat")
-
-#: How far ahead the past of an entry may lie, so that runs of before the clock was set back are not repeated. A past
-#: that lies further ahead comes from a wrong clock, and must not silence its entry (cron(8) of Debian has this limit).
-LONGEST_STEP_BACK = timedelta(hours=3)
 
 #: The place of an entry whose past comes from a clock that was further ahead than that, even if the past lies less far
 #: ahead: the last time before an end, or before a night. A tick lets the entry count from now. No entry is due then.
@@ -37,6 +34,8 @@ STORED_EVERY = timedelta(seconds=10)
 #: Up to which age a stored time may have replaced a later one without a loss: a beat without leadership that shares the
 #: work has read its clock a moment before the leader, and stored the time after it.
 STORED_LATE = timedelta(seconds=1)
+
+NOTE_TIME = script(__package__, "note_time")
 
 LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
@@ -56,6 +55,7 @@ class Clock:
         self._term: Term | None = None
         self._latest = self._noted = LONG_AGO
         self._written: datetime | None = None  #: the time that this beat has stored last as the leader
+        self._stored = ""  #: the time that is stored, as far as this beat knows
         self._waits = False  #: it was logged that entries wait for the clock to catch up
 
     def check(self, now: datetime, term: Term) -> datetime | None:
@@ -72,7 +72,8 @@ class Clock:
         lost = None
         if term != self._term:
             self._progress()
-            self._latest = self._noted = shown = latest_shown(self.client, self.keys)
+            self._stored = self.client.get(self.keys.clock) or ""
+            self._latest = self._noted = shown = _moment(self._stored)
             is_next = self._term is not None and term.number == self._term.number + 1  # no other beat led in between
             if is_next and not term.lost and self._has_lost(shown):
                 lost = shown
@@ -110,17 +111,23 @@ class Clock:
         """Store the latest time; return the time that was stored before, long ago if there was none."""
         self._progress()
         keys = self.keys
-        with self.client.pipeline(transaction=False) as pipe:
-            pipe.zrangebyscore(keys.schedule, f"({LAST_INSTANT!r}", "+inf", start=0, num=BATCH, withscores=True)
-            pipe.get(keys.clock)  # not SET with GET, which would leave a key of another type as it is
-            pipe.set(keys.clock, repr(self._latest.timestamp()))
-            places, before, *_ = pipe.execute()
+        before = self._store(repr(self._latest.timestamp()))
+        after_all = f"({LAST_INSTANT!r}", "+inf"
+        places = self.client.zrangebyscore(keys.schedule, *after_all, start=0, num=BATCH, withscores=True)
         if places:
             self.client.zadd(keys.schedule, {member: 0 for member, _ in places}, xx=True)
         for member, score in places:
             about = {"entry": keys.name(member), "place": score, "reason": "no time in seconds since 1970"}
             log.warning("beat: The place of '%(entry)s' is corrected", event="place_corrected", **about)
         return _moment(before)
+
+    def _store(self, latest: str) -> str:
+        """Store a time and return the time before, or leave the time that a beat beside the leader stores just now."""
+        before = NOTE_TIME(self.client, [self.keys.clock], (self._stored, latest))
+        if before not in {self._stored, latest}:  # by another beat, or the server has lost ours
+            NOTE_TIME(self.client, [self.keys.clock], (before, latest))
+        self._stored = latest
+        return str(before)
 
     def _reschedule_ahead(self, now: datetime) -> None:
         about = {"before": self._latest, "now": now}
