@@ -229,6 +229,13 @@ class Keys:
         """Return the key of an entry from its member in the schedule, which may be its bare name."""
         return member if member.startswith(self.prefix) else self.prefix + member
 
+    def bare(self, name: str) -> str:
+        """Return the other member that an entry may have in the schedule: its bare name, or else its key.
+
+        A bare name that begins with the prefix is the key of another entry.
+        """
+        return self.prefix + name if name.startswith(self.prefix) else name
+
     def name(self, member: str) -> str:
         """Return the name of an entry from its member in the schedule."""
         return member.removeprefix(self.prefix)

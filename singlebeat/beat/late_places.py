@@ -146,7 +146,7 @@ def _places(client: RedisClient, keys: Keys, names: Sequence[str]) -> Mapping[st
     """Return the places of the entries: each under its key or its bare name, or the earlier of both."""
     if not names:
         return {}
-    members = [*(keys.prefix + name for name in names), *names]
+    members = [*(keys.prefix + name for name in names), *map(keys.bare, names)]
     found = [*zip(client.zmscore(keys.schedule, members), members, strict=True)]
     both = zip(names, found[: len(names)], found[len(names) :], strict=True)
     places = {name: [place for place in pair if place[0] is not None] for name, *pair in both}
@@ -159,7 +159,7 @@ def _first(places: Sequence[_Place]) -> _Place:
 
 def _quarantined_names(client: RedisClient, keys: Keys, names: Sequence[str]) -> Collection[str]:
     """Return the names of the quarantined entries, which beat has parked."""
-    records = client.hmget(keys.quarantine, [*(keys.prefix + name for name in names), *names])
+    records = client.hmget(keys.quarantine, [*(keys.prefix + name for name in names), *map(keys.bare, names)])
     pairs = zip(names, records[: len(names)], records[len(names) :], strict=True)
     return {name for name, *found in pairs if any(found)}
 

@@ -528,7 +528,7 @@ class Schedule:
         An entry of another app, whose prefix is longer, has its place in the schedule of that app.
         """
         key = self.keys.named(name)
-        scores = self._client.zmscore(self.keys.schedule, [key, name])
+        scores = self._client.zmscore(self.keys.schedule, [key, self.keys.bare(name)])
         if any(score is not None for score in scores) or is_placed_elsewhere(self._client, self.keys, name):
             return ""
         return (
@@ -650,7 +650,13 @@ class Schedule:
                 f": beat_schedule has dropped it: it is parked until {until:%Y-%m-%d %H:%M:%SZ}. If beat_schedule has "
                 "it again by then, it comes back with its past"
             )
-        return UnknownEntryError(text)
+        return UnknownEntryError(text + self.meant_instead(name))
+
+    def meant_instead(self, name: str) -> str:
+        """Return that a name is the key of an entry, and which name that entry has; empty if it is none."""
+        meant = self.keys.name(name)
+        is_key = meant != name and self.keys.is_possible(meant) and self._client.hexists(name, "definition")
+        return f": {name} is the key of the entry {meant!r}" if is_key else ""
 
     def parked_until(self, name: str) -> datetime | None:
         """Return until when an entry is kept that ``beat_schedule`` has dropped, None if it is not.
@@ -714,8 +720,9 @@ class Schedule:
         self, name: str, occurrence: Occurrence | None, timeout: float, *, found: str = "", at: str = ""
     ) -> None:
         key, deadline = self.keys.named(name), time.monotonic() + timeout
-        args = (key, *((occurrence.id, occurrence.encode()) if occurrence else ("", "")), found, at)
-        while (verdict := PROPOSE(self._client, [key, self.keys.pending], args)) == "pending":
+        read = int(self._now().timestamp() * 1000)
+        args = (key, *((occurrence.id, occurrence.encode()) if occurrence else ("", "")), found, at, name, read)
+        while (verdict := PROPOSE(self._client, [key, self.keys.pending, self.keys.changes], args)) == "pending":
             if time.monotonic() >= deadline:
                 raise ConflictError(
                     f"entry {name!r} has an occurrence that was not sent within {timeout:g} s: does a beat run? "
@@ -724,5 +731,10 @@ class Schedule:
             time.sleep(POLL_INTERVAL)
         if verdict == "missing":
             raise self._unknown(name)
+        if verdict == "anew":
+            raise ConflictError(
+                f"entry {name!r} was removed meanwhile, and stored anew; an earlier try may have been sent: see celery "
+                "singlebeat history before you repeat it"
+            )
         if verdict == "moved" and occurrence is not None:
             raise ConflictError(f"entry {name!r}: another call goes on with its backfill")

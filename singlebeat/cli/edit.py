@@ -246,7 +246,7 @@ def delete_(app: Celery, as_json: bool, name: str) -> None:
     An entry of beat_schedule comes back at the latest when the next term of leadership begins: pause it instead.
     """
     if not _entries(app).delete(name):
-        fail(f"there is no entry {name!r}")
+        fail(f"there is no entry {name!r}{Schedule(app).meant_instead(name)}")
     back = comes_back(app, name, "brings it back")
     if left := Schedule(app).foreign_key(name):
         key, kind = left

@@ -148,7 +148,7 @@ def delete(redis: Redis) -> tuple[list[str], list[Any]]:
 
 def propose(redis: Redis, *, task_id: str = "id", found: str = "", at: str = "") -> tuple[list[str], list[Any]]:
     redis.hset("redbeat:e", mapping={"definition": "d", **({"backfill": found} if found else {})})
-    return ["redbeat:e", PENDING], ["redbeat:e", task_id, f'{{"id": "{task_id}"}}', found, at]
+    return ["redbeat:e", PENDING, CHANGES], ["redbeat:e", task_id, f'{{"id": "{task_id}"}}', found, at, "e", "0"]
 
 
 def campaign(redis: Redis, *, leader: str = "") -> tuple[list[str], list[Any]]:
@@ -195,7 +195,8 @@ def owned(redis: Redis, *, token: str = "t") -> tuple[list[str], list[Any]]:
 def pause(redis: Redis, *, found: str = "") -> tuple[list[str], list[Any]]:
     redis.hset(PAUSES, mapping={"tag:over": "long ago", **({"all": found} if found else {})})
     over = packed(["tag:over", "long ago"])
-    return [PAUSES, CHANGES], ["all", found, '{"until": "then"}', over, *AUTHOR, "pause", "why"]
+    record = '{"until": "then", "written": "call"}'
+    return [PAUSES, CHANGES], ["all", found, record, over, *AUTHOR, "pause", "why", "call"]
 
 
 def placed(redis: Redis) -> tuple[list[str], list[Any]]:
@@ -216,7 +217,9 @@ CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
     "dispatch": dispatch,
     "dispatch, another lock than expected": lambda redis: dispatch(redis, only="waiting"),
     "dispatch, another leads": lambda redis: dispatch(redis, fence="another"),
+    "bare": lambda _: (["redbeat:redbeat:e"], ["redbeat:e"]),
     "delete": delete,
+    "note_time": lambda redis: (["redbeat::clock"], ["", "5.0"]),
     "notice": notice,
     "notice, changed": lambda redis: notice(redis, recorded="of another definition"),
     "fenced": lambda redis: (placed(redis)[0][:1], ["another"]),
@@ -260,7 +263,7 @@ CALLS: dict[str, Callable[[Redis], tuple[list[str], list[Any]]]] = {
 
 
 #: What they say decides about a line in the log, and nothing else.
-SAY_SOMETHING_ELSE = {"delete", "notice, changed", "notice", "park", "record", "unpark"}
+SAY_SOMETHING_ELSE = {"delete", "note_time", "notice, changed", "notice", "park", "record", "unpark"}
 
 #: The scripts that call others.
 CALLING = {
@@ -278,6 +281,7 @@ CALLING = {
 
 WRITE_NOTHING = {
     *(
+        "bare",
         "candidates",
         "fenced",
         "last_ends",
@@ -357,6 +361,20 @@ def test_an_edit_is_stored_though_a_beat_has_claimed_the_entry_meanwhile(redis):
     assert redis.hget("redbeat:e", "meta") == "claimed"
 
 
+def _anew(schedule: Schedule) -> None:
+    """Delete an entry, and store it as it was at first."""
+    schedule.delete("e")
+    put(schedule)
+
+
+def _back(schedule: Schedule) -> None:
+    """Delete an entry, and revert that and what was before."""
+    schedule.delete("e")
+    schedule.revert("e", schedule.changes("e")[0].id)
+    put(schedule)
+    schedule.resume("e")
+
+
 def put(schedule: Schedule) -> None:
     schedule.upsert("e", f"{APP}.plain", 3600, args=["e"])
 
@@ -376,6 +394,15 @@ def put(schedule: Schedule) -> None:
         ),
         pytest.param(
             lambda entries: entries.trigger("e"), lambda entries: entries.delete("e"), id="trigger and delete"
+        ),
+        *(
+            pytest.param(first, store, id=f"{what}, delete and {name}")
+            for what, first in (
+                ("trigger", lambda entries: entries.trigger("e")),
+                ("pause", lambda entries: entries.pause("e")),
+                ("edit", lambda entries: entries.upsert("e", f"{APP}.plain", 60, args=["other"])),
+            )
+            for name, store in (("add", _anew), ("revert", _back))
         ),
     ],
 )

@@ -537,3 +537,49 @@ def test_a_schedule_that_is_empty_is_searched_for_entries_once(bench, monkeypatc
     bench.schedule.delete("e")
     bench.tick(3)
     assert len(searches) == 2
+
+
+KEY = "redbeat:e"  # which users of redis-cli and of RedBeat know
+
+
+@pytest.mark.parametrize("command", ["delete", "pause", "trigger", "explain", "show"])
+def test_a_command_given_a_key_names_the_entry_and_leaves_its_place(bench, cli, command):
+    bench.put()
+    place = bench.score()
+    bench.redis.zadd("redbeat::pending", {KEY: 5})
+    bench.redis.hset("redbeat::quarantine", KEY, "{}")
+
+    said = cli(command, KEY, code=None)
+
+    assert said.exit_code != 0
+    assert "redbeat:e is the key of the entry 'e'" in said.output
+    assert bench.score() == place
+    assert bench.redis.zscore("redbeat::pending", KEY) == 5
+    assert bench.redis.hexists("redbeat::quarantine", KEY)
+
+
+@pytest.mark.parametrize("removal", ["delete", "park"])
+def test_an_entry_named_as_the_key_of_another_leaves_the_place_of_that(bench, removal):
+    bench.put()
+    if removal == "delete":
+        bench.put(KEY)
+        bench.schedule.delete(KEY)
+    else:
+        listed = {KEY: {"task": f"{APP}.plain", "schedule": 60}}
+        bench.scheduler(beat_schedule=listed).tick()
+        bench.schedulers.pop().close()
+        assert KEY in {entry.name for entry in bench.schedule.list()}
+        bench.make_due()
+        bench.scheduler(beat_schedule={}).tick()
+
+    assert bench.score() is not None
+    assert {entry.name for entry in bench.schedule.list()} == {"e"}
+
+
+def test_an_entry_named_as_the_key_of_another_needs_a_place_of_its_own(bench, findings):
+    bench.put()
+    bench.put(KEY)
+    bench.redis.zrem("redbeat::schedule", f"redbeat:{KEY}")
+
+    assert KEY in [*bench.schedule.without_place()]
+    assert "has no place" in bench.schedule.no_place(KEY)

@@ -14,11 +14,11 @@ from ...lua import script
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("PERMITTED", "RECORD", "Author", "digests")
+__all__ = ("BARE", "PERMITTED", "RECORD", "Author", "digests")
 
 
-#: The scripts that each script which changes an entry calls.
-PERMITTED, RECORD = script(__package__, "permitted"), script(__package__, "record")
+#: The scripts that each script which changes an entry calls, and one that finds its members.
+PERMITTED, RECORD, BARE = (script(__package__, name) for name in ("permitted", "record", "bare"))
 
 
 class Author(NamedTuple):

@@ -1,6 +1,6 @@
 --- delete: remove an entry with its places, its quarantine record and the copy that is kept of it, and record that.
 --
--- It uses permitted and record. A repetition finds nothing to remove, and returns 0. A copy of the call that is late leaves
+-- It uses bare, permitted and record. A repetition finds nothing to remove, and returns 0. A copy of the call that is late leaves
 -- alone what was stored meanwhile.
 --
 -- KEYS[1]  schedule    zset: members by the time of their next occurrence (s)
@@ -41,7 +41,7 @@ if is_entry and stored[1] then
   record({changes, entry}, {ARGV[2], ARGV[3], ARGV[4], name, "delete", "", stored[1], stored[2] or "", "", ""})
 end
 local removed = 0
-for _, member in ipairs({entry, name}) do
+for _, member in ipairs({entry, bare({entry}, {name})}) do
   removed = removed + redis.call("ZREM", schedule, member) + redis.call("ZREM", pending, member)
     + redis.call("HDEL", quarantine, member)
 end

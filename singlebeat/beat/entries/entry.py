@@ -21,7 +21,7 @@ from ..calendar.recurrence import is_known, next_occurrence
 from ..calendar.zone import app_zone
 from ..keys import Keys
 from ..server_time import server_now
-from .author import PERMITTED, RECORD, Author
+from .author import BARE, PERMITTED, RECORD, Author
 from .code_only import given_for, has_lazy
 from .definition import Meta, decode_definition, encode_definition, loads_object, why_too_deep
 from .fields import read_fields, write_fields
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ("NOTHING", "PARKED", "Entry", "Meta", "prepare")
 
-DELETE = script(__package__, "delete", PERMITTED, RECORD)
+DELETE = script(__package__, "delete", BARE, PERMITTED, RECORD)
 
 #: The ``version`` of an entry that must not exist yet.
 NOTHING = ("", "")
@@ -402,7 +402,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
                     "singlebeat changes before you repeat it"
                 )
             last = written[0] if written else ""
-            scores = client.zmscore(keys.schedule, [self.key, self.name])
+            scores = client.zmscore(keys.schedule, [self.key, keys.bare(self.name)])
             removed = DELETE(client, touched, (self.name, *author, packed(stored)))
             if removed >= 0:
                 return bool(removed) or is_entry or any(score is not None for score in scores)

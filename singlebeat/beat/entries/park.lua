@@ -1,6 +1,6 @@
 --- park: remove entries that have left beat_schedule from the schedule, and keep copies of them: they may come back.
 --
--- It uses fenced, permitted and record.
+-- It uses bare, fenced, permitted and record.
 --
 -- KEYS[1]     lock        as in fenced
 -- KEYS[2]     schedule    zset: members by the time of their next occurrence (s)
@@ -71,7 +71,7 @@ local function park(entry, kept, name, found, left, is_entry)
   end
   redis.call("SREM", statics, name)
   redis.call("HDEL", owners, name)
-  for _, member in ipairs({entry, name}) do
+  for _, member in ipairs({entry, bare({entry}, {name})}) do
     redis.call("ZREM", schedule, member)
     redis.call("ZREM", pending, member)
     redis.call("HDEL", quarantine, member)

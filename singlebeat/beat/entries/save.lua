@@ -1,8 +1,8 @@
 --- save: store entries, each unless another program has changed the fields to be stored since we read them.
 --
 -- A repetition of the call, after its reply was lost, returns true again and writes nothing, even if a beat has claimed
--- the entry meanwhile, or others have stored it, or have deleted it, unless there were many changes since then or none
--- is recorded: a copy of the call may be late.
+-- the entry meanwhile, or others have stored it, or have deleted it and stored it anew, unless there were many changes
+-- since then or none is recorded: a copy of the call may be late.
 --
 -- It uses fenced, permitted and record: each change of a definition or a policy is recorded. A change of meta, since or the score is none.
 --
@@ -45,16 +45,14 @@ end
 local names = {"definition", "meta", "policy", "since"}
 local RECENT = 20 -- records of changes in which a call is looked for
 
--- Whether this call has stored an entry that others have removed since then, and its ids with it.
-local function was_stored(name)
-  local records = redis.pcall("XREVRANGE", KEYS[3], "+", "-", "COUNT", RECENT)
-  for _, record in ipairs(records.err and {} or records) do
-    local fields = record[2]
-    if fields[2] == name and fields[#fields - 1] == "call" and fields[#fields] == id then
-      return true
-    end
+-- The names of entries that this call has stored; others may have removed them since then, and their ids with them.
+local was_stored = {}
+local records = redis.pcall("XREVRANGE", KEYS[3], "+", "-", "COUNT", RECENT)
+for _, record in ipairs(records.err and {} or records) do
+  local fields = record[2]
+  if fields[#fields - 1] == "call" and fields[#fields] == id then
+    was_stored[fields[2]] = true
   end
-  return false
 end
 
 local function give_back(entry, member, asked, occurrence, backfill)
@@ -76,13 +74,12 @@ local function save(entry, member, name, found, fields, score, unsent)
   if string.find(" " .. written .. " ", " " .. id .. " ", 1, true) then
     return true  -- by this call: its reply was lost
   end
-  local is_new = not stored[1] and ARGV[3] ~= "beat_schedule"
-  if is_new and was_stored(name) then
+  if was_stored[name] and (stored[1] or ARGV[3] ~= "beat_schedule") then
     return true
   end
   for i in ipairs(names) do
     if fields[i] and stored[i] ~= found[i] then
-      return was_stored(name)
+      return false
     end
   end
 

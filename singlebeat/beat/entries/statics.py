@@ -17,7 +17,7 @@ from ...errors import EntryError
 from ...log import Log
 from ...lua import Script, packed, script
 from ..keys import Keys
-from .author import PERMITTED, RECORD, Author
+from .author import BARE, PERMITTED, RECORD, Author
 from .definition import Meta
 from .entry import Entry
 from .fields import BATCH, FENCED, read_fields, replies_of
@@ -34,7 +34,8 @@ __all__ = ("OPERATORS", "Statics", "are_same_but_paused", "is_from_code", "owner
 
 log = Log("celery.beat")
 
-PARK, UNPARK = (script(__package__, name, FENCED, PERMITTED, RECORD) for name in ("park", "unpark"))
+PARK = script(__package__, "park", BARE, FENCED, PERMITTED, RECORD)
+UNPARK = script(__package__, "unpark", FENCED, PERMITTED, RECORD)
 OWN = script(__package__, "own", FENCED)
 
 #: How long an entry that has left ``beat_schedule`` is kept: a deploy may be rolled back.

@@ -90,7 +90,7 @@ def is_unlisted(client: RedisClient, keys: Keys, name: str) -> bool:
     claimed = _claimed(client, keys, [name])
     if not claimed or not _absent(client, keys.pending, keys, [name]):
         return False
-    if any(reason is not None for reason in client.hmget(keys.quarantine, [keys.prefix + name, name])):
+    if any(reason is not None for reason in client.hmget(keys.quarantine, [keys.prefix + name, keys.bare(name)])):
         return False
     # Once more: a beat may have confirmed it in between.
     return _claimed(client, keys, [name]) == claimed and not is_placed_elsewhere(client, keys, name)
@@ -123,7 +123,7 @@ def _unplaced(client: RedisClient, keys: Keys, names: Iterable[str]) -> Iterator
 
 def _absent(client: RedisClient, zset: str, keys: Keys, names: Sequence[str]) -> Sequence[str]:
     """Return those of some names of entries that a sorted set has neither as keys nor as bare names."""
-    scores = client.zmscore(zset, [*(keys.prefix + name for name in names), *names]) if names else []
+    scores = client.zmscore(zset, [*(keys.prefix + name for name in names), *map(keys.bare, names)]) if names else []
     both = zip(names, scores[: len(names)], scores[len(names) :], strict=True)
     return [name for name, *found in both if all(score is None for score in found)]
 
