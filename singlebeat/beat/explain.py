@@ -736,12 +736,11 @@ def _next_run(facts: Facts, entry: Entry) -> Iterator[str]:
     elif facts.state.waits and since is not None and since > facts.now:
         trigger = f"celery singlebeat trigger {shlex.quote(entry.name)}"
         yield f"It waits for the clock: {facts.state.waits}. To run it now: {trigger}"
-    elif upcoming <= facts.now and facts.pending is not None and not facts.state.redbeat_leads:
+    elif (due := timetable.due(upcoming)) <= facts.now and facts.pending is not None and not facts.state.redbeat_leads:
         yield f"Its next run, for {_moment(upcoming)}, waits until that one is sent."
-    elif upcoming <= facts.now:
+    elif due <= facts.now:
         yield f"It is due now, for {_moment(upcoming)}."
     else:
-        due = timetable.due(upcoming)
         jitter = f", at {_moment(due)} because of its jitter" if due != upcoming else ""
         yield f"It runs next for {_moment(upcoming)}{jitter}, in {span(round((due - facts.now).total_seconds()))}."
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from itertools import chain, dropwhile, islice, takewhile
+from itertools import dropwhile, islice, takewhile
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Unpack, overload
 from uuid import uuid4
 
@@ -84,8 +84,8 @@ def _log_left_out(name: str, why: EntryError) -> None:
     log.warning("%(entry)s is left out", event="left_out", entry=name, reason=why)
 
 
-def _before(changes: Sequence[Change], at: int, field: str, now: str) -> str:
-    """Return a field of an entry as it was before a change; empty if it was absent.
+def _before(changes: Sequence[Change], at: int, field: str, now: str) -> str | None:
+    """Return a field of an entry as it was before a change; empty if it was absent, None if that is not known.
 
     Args:
         changes: of the entry, latest first.
@@ -94,9 +94,13 @@ def _before(changes: Sequence[Change], at: int, field: str, now: str) -> str:
     """
     if field in changes[at].before:
         return changes[at].before[field]
-    earlier = (change.after[field] for change in changes[at + 1 :] if field in change.after)
-    later = (change.before[field] for change in reversed(changes[:at]) if field in change.before)
-    return next(chain(earlier, later), now)
+    for change in changes[at + 1 :]:
+        if field in change.after:
+            return change.after[field]
+    for change in reversed(changes[: at + 1]):
+        if field in change.before or field in change.after:  # of a change by another program, only what it has left
+            return change.before.get(field)
+    return now
 
 
 def _after(changes: Sequence[Change], field: str) -> str:
@@ -571,7 +575,7 @@ class Schedule:
         """
         return Changes(self.app).latest(name, count)
 
-    def revert(self, name: str, to: str) -> Entry:
+    def revert(self, name: str, to: str, *, found: Salvage | None = None) -> Entry:
         """Let an entry have the definition and policy again that it had before a change; return the entry.
 
         So this undoes that change and all later ones, and is a change itself. An entry that was deleted, or has left
@@ -581,15 +585,19 @@ class Schedule:
 
         Args:
             to: id of the change.
+            found: the entry as ``salvage`` has read it; None: undo also what was changed since it was read.
 
         Raises:
-            EntryError: there is no record of that change, the change has added the entry, or a beat could not use the
-                entry as it was.
-            ConflictError: another process has changed the entry at the same time.
+            EntryError: there is no record of that change, or of what the entry was before; the change has added the
+                entry; or a beat could not use the entry as it was.
+            ConflictError: another process has changed the entry at the same time, or since it was found.
         """
         stored = read_fields(self._client, [key := self.keys.named(name)])[0]
         if isinstance(stored, str):
             raise EntryError(f"entry {name!r} cannot be stored: its key holds something else: {stored}")
+        version = stored[0] or "", stored[2] or ""
+        if found is not None and version != (found.texts["definition"], found.texts["policy"]):
+            raise ConflictError(f"another process has changed the entry {name!r}: read it again")
         changes = [change for change in Changes(self.app).latest(name) if change.entry == name]
         at = next((number for number, change in enumerate(changes) if change.id == to), None)
         if at is None:
@@ -602,13 +610,18 @@ class Schedule:
         is_after = at == 0 and _is_removed(stored, changes[0])
         if is_after:
             definition, policy = (_after(changes, field) for field in ("definition", "policy"))
+        if definition is None or policy is None:
+            raise EntryError(
+                f"what entry {name!r} was before change {to!r} is not on record: another program has made that change, "
+                "and there is no record before it"
+            )
         if not definition:
             raise EntryError(f"change {to!r} has added entry {name!r}, so there is no entry to go back to: delete it")
         past = _past(changes, at) if not stored[0] else {}
         entry = Entry.from_fields(key, definition, past.get("meta"), policy, past.get("since"), app=self.app)
         if not stored[0]:  # the times that have passed are not made up for
             entry = entry.letting_pass(self._now())
-        entry.version = stored[0] or "", stored[2] or ""
+        entry.version = version
         left = changes[0].before  # of a removal; if it is not the last change, the entry has got its work back since
         unsent = Unsent.of(left.get("pending", ""), left.get("backfill", ""))
         return self._save(entry, unsent=unsent, action="revert", note=f"to {'after' if is_after else 'before'} {to}")

@@ -51,7 +51,9 @@ def _text(value: object) -> str:
 @command(
     "changes",
     click.argument("name", required=False),
-    click.option("-n", "count", type=click.IntRange(min=1), default=20, show_default=True, help="Number of changes."),
+    click.option(
+        "-n", "count", type=click.IntRange(1, 10**9), default=20, show_default=True, help="Number of changes."
+    ),
 )
 def changes_(app: Celery, as_json: bool, name: str | None, count: int) -> None:
     """Show who has changed an entry, or any entry, and what; latest first.

@@ -404,7 +404,7 @@ def trigger_(app: Celery, as_json: bool, name: str, overlap: str | None, timeout
     click.option("--dry-run", is_flag=True, help="Only print the times of the runs."),
     click.option(
         "--limit",
-        type=click.IntRange(min=1),
+        type=click.IntRange(1, 10**9),
         default=1000,
         show_default=True,
         help="Most runs; if there are more, none is sent.",

@@ -121,7 +121,7 @@ def _outlook(
         show_default=True,
         help="Order of the entries: soonest next run, name, latest end of a run, or latest next run.",
     ),
-    click.option("--limit", type=click.IntRange(min=1), help="Most entries to show."),
+    click.option("--limit", type=click.IntRange(1, 10**9), help="Most entries to show."),
 )
 def list_(
     app: Celery, as_json: bool, search: str, task: str, state: str | None, tag: str, sort: Sort, limit: int | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, tzinfo
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,8 +15,10 @@ from ..overlap import Overlap
 from .board import CALCULATED_FOR
 from .exchange import Fields, PageReply
 from .security import RefusedError, Role, User
+from .versions import version_of
 
 if TYPE_CHECKING:
+    from ..beat.entries.salvage import Salvage
     from ..beat.explain import HeldLock
     from .board import Board
     from .exchange import PageRequest
@@ -153,18 +156,39 @@ def resume(board: Board, request: PageRequest, user: User) -> PageReply:
 def ask_delete(board: Board, request: PageRequest, user: User) -> Page:
     """Ask whether an entry is to be deleted."""
     name = request.query.get("name")
-    return _confirm("delete.html", "Delete", "/delete", "Delete", name=name, danger=True)
+    version = version_of(_stored(board, user, name))
+    return _confirm("delete.html", "Delete", "/delete", "Delete", name=name, version=version, danger=True)
 
 
 def delete(board: Board, request: PageRequest, user: User) -> PageReply:
     """Delete an entry."""
     name = request.changes.get("name")
     schedule = board.schedule(user)
-    if not schedule.delete(name):
+    if not schedule.delete(name, found=_as_shown(board, request, user)):
         raise ConflictError(f"there is no entry {name!r} any more")
     if left := schedule.foreign_key(name):
         return leads_to(request, "/", done="place_deleted", left=left[0])
     return leads_to(request, "/", done="deleted")
+
+
+def _stored(board: Board, user: User, name: str) -> Salvage | None:
+    """Return an entry as it is stored; None if there is none."""
+    with suppress(EntryError):
+        return board.schedule(user).salvage(name)
+    return None
+
+
+def _as_shown(board: Board, request: PageRequest, user: User) -> Salvage | None:
+    """Return the entry as it was when its user was asked; None if it was not stored then.
+
+    Raises:
+        ConflictError: another process has changed it since.
+    """
+    name, version = request.changes.get("name"), request.changes.get("version")
+    found = _stored(board, user, name)
+    if version and version_of(found) != version:
+        raise ConflictError(f"another process has changed the entry {name!r} meanwhile: look at it before you go on")
+    return found if version else None
 
 
 def _moment(text: str, zone: tzinfo) -> datetime:
@@ -267,13 +291,14 @@ def ask_revert(board: Board, request: PageRequest, user: User) -> Page:
     if change is None:
         raise ConflictError(f"there is no record of a change {to!r} of entry {name!r}")
     is_after = board.schedule(user).reverts_to_after(name, to)
-    return _confirm("revert.html", "Revert", "/revert", "Revert", name=name, change=change, is_after=is_after)
+    shown = {"change": change, "is_after": is_after, "version": version_of(_stored(board, user, name))}
+    return _confirm("revert.html", "Revert", "/revert", "Revert", name=name, **shown)
 
 
 def revert(board: Board, request: PageRequest, user: User) -> PageReply:
     """Let an entry be again as it was before a change."""
     name = request.changes.get("name")
-    board.schedule(user).revert(name, request.changes.get("to"))
+    board.schedule(user).revert(name, request.changes.get("to"), found=_as_shown(board, request, user))
     return leads_to(request, "/entry", name=name, done="reverted")
 
 

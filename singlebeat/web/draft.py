@@ -273,7 +273,8 @@ def _tags(text: str) -> Sequence[object]:
     """Return the tags that a text shows."""
     if text.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
-            return json.loads(text)
+            tags: Sequence[object] = json.loads(text)
+            return tags
     return [tag.strip() for tag in text.split(",") if tag.strip()]
 
 

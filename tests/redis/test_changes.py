@@ -538,6 +538,24 @@ def test_a_revert_undoes_what_an_unknown_writer_did(bench):
     assert bench.schedule.revert("e", pause.id).args == ["e"]
 
 
+@pytest.mark.parametrize("at", [0, 1], ids=["the pause after it", "what the unknown writer did"])
+def test_a_revert_to_what_is_not_on_record_is_refused(bench, at):
+    """The record of the entry before another program changed it was trimmed: nothing may be taken for it."""
+    add(bench, args=["a"])
+    bench.redis.delete(CHANGES)
+    raw(bench)
+    bench.schedule.pause("e")
+    changes = bench.schedule.changes("e")
+
+    if at == 0:
+        assert bench.schedule.revert("e", changes[0].id).args == ["e"]
+        return
+    with pytest.raises(EntryError, match="is not on record"):
+        bench.schedule.revert("e", changes[1].id)
+
+    assert bench.schedule.get("e").policy.paused
+
+
 def test_an_unknown_change_is_an_error_that_says_what_to_do(bench):
     add(bench)
     add(bench, "other")

@@ -558,6 +558,19 @@ def test_a_command_given_a_key_names_the_entry_and_leaves_its_place(bench, cli, 
     assert bench.redis.hexists("redbeat::quarantine", KEY)
 
 
+@pytest.mark.parametrize("every", [HOUR, 2 * HOUR], ids=["its times stay", "its times change"])
+def test_an_edit_of_an_entry_under_its_bare_name_gives_it_no_second_place(bench, every):
+    bench.put(ago=timedelta(minutes=1))
+    place = bench.score()
+    bench.redis.zrem(SCHEDULE, KEY)
+    bench.redis.zadd(SCHEDULE, {"e": place})
+
+    bench.schedule.upsert("e", f"{APP}.plain", every, args=["edited"])
+
+    assert bench.redis.zcard(SCHEDULE) == 1
+    assert [entry.args for entry in bench.schedule.list()] == [["edited"]]
+
+
 @pytest.mark.parametrize("removal", ["delete", "park"])
 def test_an_entry_named_as_the_key_of_another_leaves_the_place_of_that(bench, removal):
     bench.put()

@@ -318,6 +318,44 @@ def test_a_change_between_check_and_write_is_refused(client, schedule, e, monkey
     assert schedule.get("e").policy.note == "faster"
 
 
+def test_a_revert_of_an_old_version_is_refused(client, schedule, e):
+    version = client("GET", "/entry", name="e").headers["etag"]
+    schedule.pause("e", "why")
+    to = {"to": schedule.changes("e")[0].id}
+
+    client("POST", "/revert", to, 412, name="e", headers={"If-Match": version})
+    assert schedule.get("e").policy.paused
+
+    version = client("GET", "/entry", name="e").headers["etag"]
+    client("POST", "/revert", to, name="e", headers={"If-Match": version})
+    assert not schedule.get("e").policy.paused
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers"),
+    [
+        ("POST", "/pause", {"If-Match": '"of old"'}),
+        ("POST", "/run", {"If-None-Match": "*"}),
+        ("PUT", "/entry", {"If-None-Match": '"of old"'}),
+    ],
+)
+def test_a_condition_that_is_not_heeded_is_refused(client, schedule, e, method, path, headers):
+    before = schedule.get("e").encode()
+
+    answer = client(method, path, {"definition": NIGHTLY} if method == "PUT" else {}, 400, name="e", headers=headers)
+
+    assert next(iter(headers)) in answer.json()["detail"]
+    assert (schedule.get("e").encode(), schedule.get("e").policy.paused) == (before, False)
+
+
+def test_any_version_is_none_that_was_read_so_the_pause_stays(client, schedule, e):
+    schedule.pause("e", "why")
+
+    client("PUT", "/entry", {"definition": NIGHTLY}, name="e", headers={"If-Match": "*"})
+
+    assert (schedule.get("e").policy.paused, schedule.get("e").policy.note) == (True, "why")
+
+
 def test_an_entry_that_must_be_new_replaces_none(client, schedule, e):
     headers = {"If-None-Match": "*"}
 

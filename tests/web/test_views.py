@@ -242,6 +242,21 @@ def test_a_change_is_shown_with_its_author_and_reverted(page, entries):
     assert not entries.get("e").policy.paused
 
 
+@pytest.mark.parametrize("action", ["revert", "delete"])
+def test_what_another_stores_before_the_click_is_neither_undone_nor_deleted(page, entries, action):
+    entries.pause("e", "mine")
+    path = f"/{action}?name=e&to={entries.changes('e')[0].id}"
+    form = page.get(path).text[page.get(path).text.index("<form") :]
+    fields = dict(re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', form))
+    entries.pause("e", "theirs")
+
+    answer = page.post(f"/{action}", data=fields)
+
+    assert answer.status_code == 409
+    assert "has changed the entry" in answer.text
+    assert entries.get("e").policy.note == "theirs"
+
+
 def test_a_revert_of_a_removed_entry_leads_to_after_its_last_change(page, entries, redis):
     entries.pause("e")
     redis.delete("redbeat:e")

@@ -4,7 +4,7 @@
 -- the entry meanwhile, or others have stored it, or have deleted it and stored it anew, unless there were many changes
 -- since then or none is recorded: a copy of the call may be late.
 --
--- It uses fenced, permitted and record: each change of a definition or a policy is recorded. A change of meta, since or the score is none.
+-- It uses bare, fenced, permitted and record: each change of a definition or a policy is recorded. A change of meta, since or the score is none.
 --
 -- KEYS[1]     lock      as in fenced
 -- KEYS[2]     schedule  zset: members by the time of their next occurrence (s)
@@ -37,7 +37,7 @@ local schedule, pending, id = KEYS[2], KEYS[5], ARGV[7]
 if fenced({KEYS[1]}, {ARGV[1]}) == 1 then
   return "null"
 end
-local refused = permitted({KEYS[6], KEYS[6], schedule, pending}, {"HSET", "HDEL", "ZADD", "ZADD"})
+local refused = permitted({KEYS[6], KEYS[6], schedule, schedule, pending}, {"HSET", "HDEL", "ZADD", "ZREM", "ZADD"})
 if refused then
   return refused
 end
@@ -102,6 +102,10 @@ local function save(entry, member, name, found, fields, score, unsent)
   redis.call("HSET", entry, "written", string.sub(id .. " " .. written, 1, 1000))
   if score ~= "" then
     redis.call("ZADD", schedule, score, member)
+    local other = bare({entry}, {name})
+    if other ~= member then
+      redis.call("ZREM", schedule, other)
+    end
   end
   return true
 end

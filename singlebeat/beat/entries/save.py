@@ -159,7 +159,8 @@ def _plan(
     if not members:
         return {}
     found = read_fields(client, [*members.values()])
-    scores = client.zmscore(keys.schedule, [*members.values()])
+    scores = client.zmscore(keys.schedule, [*members.values(), *map(keys.bare, members)])
+    scores = [key if key is not None else bare for key, bare in zip(scores, scores[len(members) :], strict=False)]
     pauses = cache(lambda: read_pauses(client, keys.pauses))  # asked only where an entry loses a tag
     zone = cache(lambda: zone_by_name(client.get(keys.zone) or ""))  # asked only where times change
     wishes = {}

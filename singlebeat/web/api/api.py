@@ -68,6 +68,8 @@ class Api:
             allowed = ", ".join(sorted(methods))
             raise RefusedError(f"{request.path} knows {allowed} only", 405, {"Allow": allowed})
         user.check(operation.role)
+        if operation.method != "GET":
+            _check_conditions(request, operation)
         given = self._given(request, operation)
         is_change = operation.is_change and operation.method != "GET"
         if is_change:
@@ -93,6 +95,20 @@ class Api:
         if any(each.schema for each in operation.body):
             body = {name: value for name, value in body.items() if name not in READ_ONLY}
         return given | from_body(operation.body, body)
+
+
+def _check_conditions(request: PageRequest, operation: Operation) -> None:
+    """Refuse a condition that the operation does not heed: its client relies on it."""
+    for name in ("If-Match", "If-None-Match"):
+        given = request.headers.get(name.lower())
+        if given is not None and name not in operation.conditions:
+            raise RefusedError(
+                f"{operation.method} {operation.path} does not heed the header {name}: leave it out", 400
+            )
+        if given is not None and name == "If-None-Match" and given.strip() != "*":
+            raise RefusedError(
+                "the header If-None-Match may only be *: store the entry if there is none of this name", 400
+            )
 
 
 def _object(body: bytes) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from . import entries
 if TYPE_CHECKING:
     from datetime import datetime
 
+    from ...beat.entries.salvage import Salvage
     from ...beat.schedule import Schedule
     from ...beat.store.changes import Change
     from ..board import Board
@@ -118,10 +119,7 @@ def _save(call: Call, *, is_partial: bool) -> Result:
 
 def delete_entry(call: Call) -> Result:
     """Delete an entry."""
-    found = None
-    if expected := entries.versions_of(call.request.headers.get("if-match")):
-        found = entries.stored(call.schedule, call.name)
-        entries.check_version(call.name, found, expected)
+    found = _expected(call)
     try:
         is_deleted = call.schedule.delete(call.name, found=found)
     except ConflictError as exc:
@@ -131,6 +129,18 @@ def delete_entry(call: Call) -> Result:
     if left := call.schedule.foreign_key(call.name):
         return Result({"name": call.name, "deleted": True, "left": left[0]})
     return Result(None, 204)
+
+
+def _expected(call: Call) -> Salvage | None:
+    """Return the entry in the version that ``If-Match`` names; None if the header is not given.
+
+    Raises:
+        ChangedError: it has another version, or there is no entry.
+    """
+    expected = entries.versions_of(call.request.headers.get("if-match"))
+    found = entries.stored(call.schedule, call.name) if expected else None
+    entries.check_version(call.name, found, expected)
+    return found
 
 
 def preview(call: Call) -> Result:
@@ -251,7 +261,11 @@ def _change(board: Board, change: Change) -> Mapping[str, Any]:
 
 def revert(call: Call) -> Result:
     """Let an entry be as it was before a change."""
-    call.schedule.revert(call.name, call.given["to"])
+    found = _expected(call)
+    try:
+        call.schedule.revert(call.name, call.given["to"], found=found)
+    except ConflictError as exc:
+        raise entries.ChangedError(str(exc), is_condition=found is not None) from None
     call.board.poller.forget()
     return get_entry(call)
 

@@ -164,7 +164,8 @@ def save(
         entry = _changed(found, given, policy)
     else:
         has_masks = given != definition  # whose stored values are those that were read
-        if found is not None and not expected and has_masks and found.wishes.get("paused"):
+        is_any = [*expected] == ["*"]
+        if found is not None and (is_any or (has_masks and not expected)) and found.wishes.get("paused"):
             # As in ``save_entries``: a client that has not read the entry does not know that it is paused.
             policy = {**policy, "paused": True, "note": found.wishes.get("note") or ""}
         entry = drafted(board, name, given, policy)

@@ -305,6 +305,7 @@ OPERATIONS: Sequence[Operation] = (
         ref("Entry"),
         (NAME,),
         (Parameter("to", "Id of the change.", is_required=True),),
+        conditions=("If-Match",),
         has_version=True,
     ),
     Operation(
