@@ -231,6 +231,18 @@ def test_no_standby_is_missed_where_none_can_note_itself(findings, bench, server
     assert "lacks ZREMRANGEBYSCORE" in told
 
 
+def test_explain_says_until_when_jitter_delays_a_run_whose_time_has_passed(cli, bench, no_worker_is_awaited):
+    for name in "abcdefgh":  # of which the name decides
+        bench.put(name, ago=HOUR + timedelta(seconds=1), jitter=3000)
+    name = max("abcdefgh", key=bench.score)
+    due = datetime.fromtimestamp(bench.score(name), UTC)
+
+    explained = cli("explain", name).output
+
+    assert f"at {due:%Y-%m-%d %H:%M:%SZ} because of its jitter" in explained
+    assert "It is due now" not in explained
+
+
 def test_explain_says_once_that_one_server_refuses_to_write(cli, own_server, bench_on):
     with RedisServer() as broker:
         bench = bench_on(own_server, broker_url=broker.celery_url)
