@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -121,21 +122,22 @@ def send_many(
     """Acquire the locks of calls and send the calls, many in one write; yield what ``send_call`` would return.
 
     Yields:
-        None for a call that must be sent by itself.
+        None for a call that must be sent by itself before the next outcome is asked for: the next write may hold a
+        later call with the same lock.
 
     Raises:
         LockBackendError: the locks' server does not answer, or a lock's key holds other data.
         Exception: a message cannot be made. In both cases, the calls before may be sent.
     """
     left = iter(calls)
-    while batch := list(islice(left, MOST_MESSAGES)):  # planning may send a task, which needs a producer
-        with task.app.producer_or_acquire(producer) as own:
-            many = _ManyCalls(task, own)
-            for plan, publish in batch:
-                many.add(plan, publish)
-                if many.is_full:
-                    yield from many.send()
-            yield from many.send()
+    while batch := deque(islice(left, MOST_MESSAGES)):  # planning may send a task, which needs a producer
+        while batch:
+            with task.app.producer_or_acquire(producer) as own:
+                many = _ManyCalls(task, own)
+                while batch and not many.is_full:
+                    many.add(*batch.popleft())
+                outcomes = [*many.send()]
+            yield from outcomes
 
 
 def why_no_outbox(producer: Producer) -> str:

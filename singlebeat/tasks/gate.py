@@ -16,7 +16,7 @@ from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery import Task, states
-from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.signals import task_postrun
 from celery.utils.quorum_queues import detect_quorum_queues
 from kombu.utils.encoding import safe_repr
@@ -210,6 +210,9 @@ def run_under_lock(
         yield args, kwargs
     except Reject:
         raise  # the broker may deliver the message again; the main process decides about the lock
+    except (Retry, Ignore):
+        _finish(task, ticket, took=fence > 0, goes_on=False)  # its retry or its replacement is sent already
+        raise
     except Exception:
         _finish(task, ticket, took=fence > 0)
         raise
@@ -277,24 +280,25 @@ def _latest_arguments(task: Task, holder: Holder, request: Context) -> tuple[lis
         return None
 
 
-def _free(task: Task, ticket: Ticket, *, took: bool = False) -> None:
+def _free(task: Task, ticket: Ticket, *, took: bool = False, goes_on: bool = True) -> None:
     """Free the lock of a run that is over.
 
     Args:
         took: whether it is known that the run had taken its lock: its loss is recorded then, for the main process.
+        goes_on: what follows the run is sent from now on.
     """
     remember_for = Config.of(task.app).singlebeat_queued_ttl
     # Its callbacks and the next step of its chain are sent after that, and the main process says whether they were.
-    unsent = task.acks_late and is_followed(task.request)
+    unsent = task.acks_late and goes_on and is_followed(task.request)
     backend_of(task.app).finish_many([ticket.run], remember_for=remember_for, ran=True, took=took, unsent=unsent)
 
 
-def _finish(task: Task, ticket: Ticket, *, took: bool) -> None:
+def _finish(task: Task, ticket: Ticket, *, took: bool, goes_on: bool = True) -> None:
     try:
         try:
-            _free(task, ticket, took=took)
+            _free(task, ticket, took=took, goes_on=goes_on)
         except SoftTimeLimitExceeded:  # it fires once; the body has ended, so its outcome stands
-            _free(task, ticket, took=took)
+            _free(task, ticket, took=took, goes_on=goes_on)
     except LockBackendError as exc:  # the main process retries, and else the lease ends
         log.warning(
             "the lock of task %(id)s stays until its lease ends",

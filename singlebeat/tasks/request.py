@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
+from celery.concurrency.base import BasePool
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker import request as celery_request
 from celery.worker.state import revoked, revoked_stamps, task_ready
@@ -30,9 +31,6 @@ from ..run_results import RESULT_NOT_STORED, is_result_lost, may_be_unsent, outc
 from .gate import Blocked, Postponed, Refused, Unsent, admit, is_followed, postpone_unlocked, turn_ttl
 from .lock_action import LockAction, lock_action
 from .renewer import renewer_of
-
-if TYPE_CHECKING:
-    from celery.concurrency.base import BasePool
 
 __all__ = ("Request", "leave_unwritten", "report_exceptions")
 
@@ -420,8 +418,12 @@ class Request(celery_request.Request):  # type: ignore[misc]
             renewer_of(self.app).call_later(REAPED_AFTER, pool.maintain_pool)
 
     def cancel(self, pool: BasePool, signal: str | int | None = None, emit_retry: bool = True) -> None:
-        """End the run, because the connection to the broker was lost or the worker shuts down."""
-        self._cancelled = True  # before super(): a killed greenlet reports a success while Celery cancels it
+        """End the run, because the connection to the broker was lost or the worker shuts down.
+
+        A pool that cannot do that lets the run end by itself.
+        """
+        # Before super(): a killed greenlet reports a success while Celery cancels it.
+        self._cancelled = getattr(pool.terminate_job, "__func__", None) is not BasePool.terminate_job
         super().cancel(pool, signal, emit_retry)
 
     def on_failure(self, exc_info: ExceptionInfo, send_failed_event: bool = True, return_ok: bool = False) -> Any:

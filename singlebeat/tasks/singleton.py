@@ -229,9 +229,7 @@ class Singleton(Task):  # type: ignore[misc]
         except LockBackendError as exc:
             if self.singleton_config.singleton_on_backend_error != "run":
                 raise
-            about = {"task": self.name, "id": task_id, "reason": exc}
-            log.warning("%(task)s[%(id)s] is sent without its lock", event="unlocked", **about)
-            return publish()
+            return self._send_without_lock(task_id, publish, exc)
         return self._duplicate(sent.holder, args, kwargs, overlap) if isinstance(sent, Refused) else sent
 
     def _publisher(
@@ -301,7 +299,7 @@ class Singleton(Task):  # type: ignore[misc]
     ) -> Iterator[AsyncResult]:
         if not calls:
             return
-        planned: list[tuple[str, Overlap, dict[str, Any]]] = []
+        planned: list[tuple[str, Overlap, dict[str, Any], Publish]] = []
 
         def plans() -> Iterator[tuple[Plan, Publish]]:
             for args, kwargs, options in calls:
@@ -309,28 +307,37 @@ class Singleton(Task):  # type: ignore[misc]
                 given_id = given.pop("task_id", None)
                 task_id = str(given_id or uuid())
                 overlap = overlap_for(self, given.pop("overlap", None))
-                planned.append((task_id, overlap, given))
                 about, is_new = {**given, "producer": producer}, not given_id
                 publish = self._publisher(args, kwargs, task_id, given)
+                planned.append((task_id, overlap, given, publish))
                 plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=about, has_new_id=is_new)
                 yield plan, publish
 
-        outcomes: list[AsyncResult | Refused | None] = []
+        sent = 0
         try:
-            outcomes += send_many(self, plans(), producer)
-        except LockBackendError:
+            for outcome in send_many(self, plans(), producer):
+                (args, kwargs, _), (task_id, overlap, given, _) = calls[sent], planned[sent]
+                sent += 1
+                if isinstance(outcome, Refused):
+                    yield self._duplicate(outcome.holder, args, kwargs, overlap)
+                elif outcome is not None:
+                    yield outcome
+                else:
+                    yield self.apply_async(args, kwargs, task_id, producer, overlap=overlap, **given)
+        except LockBackendError as exc:
             if self.singleton_config.singleton_on_backend_error != "run":
                 raise
-        outcomes += [None] * (len(planned) - len(outcomes))
-        for (args, kwargs, _), (task_id, overlap, given), sent in zip(calls, planned, outcomes, strict=False):
-            if isinstance(sent, Refused):
-                yield self._duplicate(sent.holder, args, kwargs, overlap)
-            elif sent is not None:
-                yield sent
-            else:
-                yield self.apply_async(args, kwargs, task_id, producer, overlap=overlap, **given)
-        for args, kwargs, options in calls[len(planned) :]:  # after an error
-            yield self.apply_async(args, kwargs, **{"producer": producer, **options})
+            for task_id, _, _, publish in planned[
+                sent:
+            ]:  # perhaps written, and run by now: a lock would let it run again
+                yield self._send_without_lock(task_id, publish, exc)
+            for args, kwargs, options in calls[len(planned) :]:
+                yield self.apply_async(args, kwargs, **{"producer": producer, **options})
+
+    def _send_without_lock(self, task_id: str, publish: Publish, why: LockBackendError) -> AsyncResult:
+        about = {"task": self.name, "id": task_id, "reason": why}
+        log.warning("%(task)s[%(id)s] is sent without its lock", event="unlocked", **about)
+        return publish()
 
     def _replaced_run(
         self, task_id: str, args: Arguments | None, kwargs: NamedArguments | None, options: Options

@@ -1815,3 +1815,43 @@ def test_every_app_has_a_renewer_of_its_own_and_takes_it_along(server):
         del app
         gc.collect()  # the next one may have its address
         assert gone() is None
+
+
+@pytest.mark.parametrize("ends", ["retry", "replace", "Ignore"])
+def test_the_end_of_a_run_that_something_has_replaced_is_remembered_at_once(app, deliver, redis, ends):
+    """Its retry goes on: a copy of its message must not run though its worker dies before it can tell the end."""
+
+    def body(self: Any, user: Any) -> None:
+        if ends == "retry":
+            raise self.retry(countdown=0)
+        if ends == "replace":
+            self.replace(app.tasks["app.then"].si("c"))
+        raise Ignore
+
+    task = app.task(body, name="app.first", base=Singleton, shared=False, acks_late=True, bind=True)
+    (task.si("a") | app.task(same, name="app.then", shared=False).si("b")).apply_async()
+    renewer_of(app)._started = True  # which never tells it
+    request = deliver(task)
+
+    started(request)
+
+    assert redis.zscore(done_key(request.ticket.key), f"{request.id}:0") is not None
+
+
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_run_that_its_pool_cannot_cancel_ends_as_any_other(app, deliver, base):
+    """Celery tries to cancel it when the connection to the broker is lost, and has acknowledged it in vain then."""
+    task = app.task(same, name="app.first", base=base, shared=False, acks_late=True)
+    then = app.task(same, name="app.then", shared=False)
+    headers = {} if base else {HEADER: Ticket("first", "SINGLETONLOCK_{a}", "SINGLETONLOCK_{a}").header()}
+    (task.si("a").set(task_id="first", headers=headers) | then.si("b")).apply_async()
+    renewer_of(app)._started = True  # the test is its thread
+    request, pool = deliver(task), ThreadPool(1)
+    request.time_start = time.time()
+    with suppress(NotImplementedError):
+        request.cancel(pool)
+    started(request)
+    renewer_of(app)._work_off()
+
+    copy, about = replace(request.ticket.run, nonce="copy"), {"task": task.name, "arguments": ""}
+    assert backend_of(app).begin(copy, lease=0, remember_for=60, **about).verdict is Verdict.DONE

@@ -27,10 +27,10 @@ from redis import Redis
 from singlebeat import Singleton, outbox
 from singlebeat.errors import DuplicateTaskError, LockBackendError
 from singlebeat.locks import backend_of
-from singlebeat.locks.base import Ref, Renewal
+from singlebeat.locks.base import HEADER, Ref, Renewal
 from singlebeat.locks.key import behind_key
 from singlebeat.locks.redis import SCRIPTS, RedisBackend
-from singlebeat.locks.send import _refused, why_two_writes
+from singlebeat.locks.send import MOST_MESSAGES, _ManyCalls, _refused, why_two_writes
 from singlebeat.outbox import Senders, collecting
 from singlebeat.overlap import Overlap
 from tests.proxy import LossyProxy
@@ -899,6 +899,48 @@ def test_many_calls_of_each_mode_do_what_single_ones_do(app, redis, overlap):
         assert {result.id for result in results} <= ids(redis)
         found.append(sorted(zip(values(redis), map(str, waits), strict=True)))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("overlap", ["buffer_one", "cancel_other"])
+def test_the_last_of_many_calls_wins_though_the_lock_ends_between_two_writes(app, redis, monkeypatch, overlap):
+    """The first call waits for the run that holds the lock: it is sent before a later call can get the free lock."""
+    task, write = define(app, unique_on=[], overlap=overlap), _ManyCalls.send
+    run = task.delay(0)
+    key = task.generate_lock(task.name, [0])
+    redis.hset(key, mapping={"state": "running", "fence": 1})
+
+    def send(self: _ManyCalls) -> Any:
+        if any(made.plan.ticket.task_id == "last" for made in self._calls):
+            task.singleton_backend.finish_many([Ref(key, run.id, 0)], remember_for=9)
+        yield from write(self)
+
+    monkeypatch.setattr(_ManyCalls, "send", send)
+    first = [([number], None, {}) for number in range(1, MOST_MESSAGES + 1)]
+    results = task.apply_async_many([*first, ([MOST_MESSAGES + 1], None, {"task_id": "last"})])
+
+    last = json.dumps(MOST_MESSAGES + 1)
+    if overlap == "buffer_one":
+        assert results[-1].is_duplicate
+        assert last in redis.hget(behind_key(key), "payload")
+    else:
+        assert redis.hget(behind_key(key), "id") == "last" or redis.hget(key, "id") == "last"
+
+
+def test_calls_whose_write_was_not_answered_get_no_lock_a_second_time(server, redis):
+    """They may have run by then: with a lock they would run again."""
+    conf = {"singleton_on_backend_error": "run"}
+    with LossyProxy(server) as proxy, apps(server.celery_url, singleton_backend_url=proxy.url, **conf) as app:
+        task = define(app)
+        task.delay(0)
+        proxy.meanwhile = lambda: proxy.lose_reply_of(SCRIPTS["send"])  # of each attempt
+        proxy.lose_reply_of(SCRIPTS["send"])
+        task.apply_async_many(calls_for(1, 2))
+        assert proxy.lost > 1
+
+    sent = [(message["headers"]["id"], HEADER in message["headers"]) for message in messages(redis)[1:]]
+    assert sorted({is_ticket for _, is_ticket in sent}) == [False, True]
+    assert len({task_id for task_id, _ in sent}) == 2
+    assert [is_ticket for _, is_ticket in sent].count(True) == 2
 
 
 def test_an_option_of_one_of_many_calls_is_its_own(app, redis):
