@@ -27,7 +27,8 @@
 --          args       arguments, for people
 --          payload    arguments for the run of a call that stands for this call; empty: that run has the same
 --          if_held    what to do if another id holds the lock: "join" gives the payload to a queued call, or else waits
---                     behind the run; "replace" evicts queued calls, and waits behind the run; empty: nothing
+--                     behind the run; "replace" evicts queued calls, and waits behind the run, and so does
+--                     "replace_alone", which keeps its own arguments; empty: nothing
 --          entry      name of the schedule's entry that sends the call, for people; empty: a program sends it
 --          only       the one verdict, "acquired" or "waiting", with which the call may take its place, or another word
 --                     if it may take none; empty: both
@@ -135,9 +136,10 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   shorten({behind}, {now, "queued", next_record[5]})
   shorten({turn}, {now, "queued", by_itself[2]})
 
+  local replaces = if_held == "replace" or if_held == "replace_alone"
   local in_turn = by_itself[1] ~= id and by_itself[1]
   local leaves_place = waits == id and holder ~= id
-  if leaves_place and (if_held ~= "replace" or in_turn or (holder and state ~= "queued")) then
+  if leaves_place and (not replaces or in_turn or (holder and state ~= "queued")) then
     hold(behind, true, next_record[2], id, gen, ttl, expiry, task, args, if_held, entry, note, new_state)
     redis.call("HSET", behind, "if_held", if_held)
     return reply("waiting", lock, id)
@@ -151,7 +153,8 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   if is_held and if_held == "join" then
     local stands_for_us = waits and behind or (state == "queued" and lock)
     local asked_for = waits and next_record[3] or record[4]
-    if stands_for_us and ((asked_for and asked_for ~= "") or payload == "") then
+    local is_joinable = asked_for and asked_for ~= "" and asked_for ~= "replace_alone"
+    if stands_for_us and (is_joinable or payload == "") then
       redis.call("HSET", stands_for_us, "payload", payload)
       if payload ~= "" then -- the new arguments last until it starts: its expiry counts from then on
         local uncut = record[7]
@@ -167,7 +170,7 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
       return reply("held", stands_for_us, id)
     end
   end
-  local evicts = is_held and if_held == "replace"
+  local evicts = is_held and replaces
   local evicts_holder = evicts and holder and state == "queued"
   if evicts then
     is_held = (holder and not evicts_holder) or in_turn

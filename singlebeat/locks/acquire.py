@@ -197,7 +197,8 @@ class Plan:
             return Refused(holder)
         # Else the holder may have the call's own id: a run that was replaced, and has not ended yet.
         if self.overlap in REPLACING and holder.task_id != task_id:
-            replacing = dataclasses.replace(self.call, ttl=self.wait, if_held=IfHeld.REPLACE)
+            if_held = IfHeld.REPLACE if self.otherwise is None else IfHeld.REPLACE_ALONE
+            replacing = dataclasses.replace(self.call, ttl=self.wait, if_held=if_held)
             behind = dataclasses.replace(behind, waits_for=holder)
             return Granted(behind, replacing=replacing, terminates=self.overlap is Overlap.TERMINATE_OTHER)
         if self.otherwise is not None:

@@ -109,6 +109,12 @@ class IfHeld(StrEnum):
     LEAVE = ""  #: nothing
     JOIN = "join"  #: a queued call runs for it, with its arguments; without a queued call, it waits
     REPLACE = "replace"  #: it evicts queued calls, and waits behind a running call
+    REPLACE_ALONE = "replace_alone"  #: the same, and no call joins it, because another one waits for it
+
+    @property
+    def replaces(self) -> bool:
+        """Whether the call evicts queued calls."""
+        return self in {IfHeld.REPLACE, IfHeld.REPLACE_ALONE}
 
 
 class Renewal(StrEnum):

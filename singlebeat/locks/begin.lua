@@ -38,7 +38,7 @@
 --          done      this generation of the id has ended before
 --          replaced  another call has evicted our id while it was queued
 --          held      another id holds the lock, or waits for it and came first; nothing was written but our turn, or
---                    the time in our place
+--                    the time in our place. Or a run of an earlier generation of our id, which has not ended, holds it
 --          unusable  a key has another type or holds other data, or a field that must be a number is none; the second
 --                    value is the reason; nothing was written
 --          late      the deadline has passed; the fourth value is the server's time; nothing was written
@@ -183,8 +183,10 @@ end
 if holder and held_gen > gen then
   return reply("stale")
 end
-if holder and state == "running" and record[7] == ARGV[2] then
-  return reply("held") -- by the run that has promised its lock to us, and has not ended yet
+local is_retry = holder and math.floor(held_gen) < math.floor(gen)
+if is_retry and state == "running" then
+  -- By the run that has sent us, perhaps without a promise of its lock; or its message was delivered again, and runs now.
+  return reply("held")
 end
 if holder and math.floor(held_gen) == math.floor(gen) and state == "running" then
   return reply(held_gen == gen and held_nonce == nonce and "started" or "copy")
@@ -211,7 +213,7 @@ if not bound and expiry > 0 then
   redis.call("HSET", lock, "until", string.format("%.0f", bound))
 end
 if holder and held_gen < gen then
-  -- A higher generation exists only after the lower generation has handed over, so the lower generation is over.
+  -- The lower generation is queued, and no message of it is left: its run has sent ours.
   redis.call("ZADD", done, string.format("%.0f", now), id .. ":" .. record[2])
   redis.call("PEXPIRE", done, string.format("%.0f", math.max(done_ms, redis.call("PTTL", done))))
   payload = "" -- the new message has its own arguments

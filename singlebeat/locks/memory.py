@@ -106,7 +106,7 @@ class MemoryBackend(BaseBackend):
         by_itself = self._live(turn.key)
         in_turn = by_itself is not None and by_itself.task_id != ref.task_id
         if waiting and waiting.task_id == ref.task_id:
-            if call.if_held is not IfHeld.REPLACE or in_turn or (holder and holder.state != "queued"):
+            if not call.if_held.replaces or in_turn or (holder and holder.state != "queued"):
                 self._put(behind.key, replace(waiting, if_held=call.if_held, uncut=uncut), call.ttl)
                 return self._holder(Verdict.WAITING, ref)
             del self._records[behind.key]
@@ -117,14 +117,14 @@ class MemoryBackend(BaseBackend):
         last, record = (behind, waiting) if waiting else (ref, holder)  # the last of the holder and the waiting call
         has_not_started = record is not None and (record is waiting or record.state == "queued")
         joins = call.if_held is IfHeld.JOIN and has_not_started
-        if record and joins and (record.if_held or not call.payload):
+        if record and joins and (record.if_held not in {"", IfHeld.REPLACE_ALONE} or not call.payload):
             if call.payload:  # the new arguments last until it starts: its expiry counts from then on
                 expires = max(record.expires, record.uncut if record.until else 0.0)
                 self._records[last.key] = replace(record, payload=call.payload, until=None, expires=expires)
             else:
                 self._records[last.key] = replace(record, payload="")
             return self._holder(Verdict.HELD, last)
-        if call.if_held is IfHeld.REPLACE:
+        if call.if_held.replaces:
             if waiting:
                 self._replace(ref.key, behind.key, call.ttl)
                 waiting = None
@@ -218,7 +218,8 @@ class MemoryBackend(BaseBackend):
                 return replace(holder, waits_since=since, held_for=held_for)
             if record and record.generation > ref.generation:
                 return self._holder(Verdict.STALE, ref)
-            if record and record.state == "running" and record.promised and record.promised[0] == ref.generation:
+            is_retry = record is not None and math.floor(record.generation) < math.floor(ref.generation)
+            if record and record.state == "running" and is_retry:
                 return self._holder(Verdict.HELD, ref)
             same_retry = record is not None and math.floor(record.generation) == math.floor(ref.generation)
             if record and same_retry and record.state == "running":

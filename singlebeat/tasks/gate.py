@@ -387,6 +387,8 @@ def _must_wait(ticket: Ticket, holder: Holder, request: Context) -> bool:
     A message that others may join, or that replaces others, may have lost its lock in the queue. A call that has
     acquired the lock, or the place behind the holder, since then is newer, and runs in its place.
     """
+    if holder.task_id == ticket.task_id:  # a run that has sent this retry, and goes on
+        return True
     if not (ticket.joinable or ticket.replaceable) or is_followed(request):
         return waits_for_its_turn(ticket, request)
     return not holder.has_heir and (holder.may_be_older or waits_for_its_turn(ticket, request))

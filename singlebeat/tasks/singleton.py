@@ -361,7 +361,7 @@ class Singleton(Task):  # type: ignore[misc]
         try:
             try:
                 promised = backend.promise(run.run, to=successor.run, ttl=ttl, note=sent)
-            except LockBackendError as exc:  # the successor's higher generation takes over the lock when it starts
+            except LockBackendError as exc:  # the successor waits until the run has ended, or its lease
                 promised = False
                 about = {"task": self.name, "id": run.task_id, "reason": exc}
                 log.warning("%(task)s[%(id)s] goes on without its lock", event="unlocked", **about)

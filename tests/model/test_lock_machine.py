@@ -101,7 +101,7 @@ class LockMachine(RuleBasedStateMachine):
         ref = Ref(LOCK, f"task {self.senders}", generation)
         before, runs = self.stored(), self.runner is not None
         verdict = self.acquire(ref, lost, may_be_resent=False, payload=payload, if_held=if_held)
-        if if_held is IfHeld.REPLACE:
+        if if_held.replaces:
             self.replaced |= {before.holder.id} if before.holder and not runs else set()
             self.replaced |= {before.behind.id} if before.behind else set()
             assert verdict is Verdict.ACQUIRED or runs or before.turn
@@ -117,7 +117,7 @@ class LockMachine(RuleBasedStateMachine):
     @rule(ref=tasks, lost=lost, if_held=wishes)
     def call_again(self, ref, lost, if_held):
         verdict = self.acquire(ref, lost, may_be_resent=True, if_held=if_held)
-        if if_held is IfHeld.REPLACE and verdict in {Verdict.ACQUIRED, Verdict.WAITING}:
+        if if_held.replaces and verdict in {Verdict.ACQUIRED, Verdict.WAITING}:
             self.replaced = set(self.stored().replaced)  # held against the promises when a replaced one tries to start
         assert (verdict is Verdict.DONE) == ((ref.task_id, ref.generation) in self.over or ref.task_id in self.replaced)
 

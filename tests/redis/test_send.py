@@ -926,6 +926,24 @@ def test_the_last_of_many_calls_wins_though_the_lock_ends_between_two_writes(app
         assert redis.hget(behind_key(key), "id") == "last" or redis.hget(key, "id") == "last"
 
 
+@pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_no_call_joins_one_that_another_waits_for(app, redis, overlap, is_followed):
+    """The next step of its chain would get the result of another call."""
+    task = define(app, unique_on=[])
+    run = task.delay(0)
+    key = task.generate_lock(task.name, [0])
+    redis.hset(key, mapping={"state": "running", "fence": 1, "id": run.id})
+    link = {"link": task.si(9)} if is_followed else {}
+    first = task.apply_async([1], overlap=overlap, **link)
+
+    second = task.apply_async([2], overlap="buffer_one")
+
+    assert second.is_duplicate is not is_followed
+    assert {message["headers"]["id"] for message in messages(redis)} == {run.id, first.id, second.id}
+    assert redis.hget(behind_key(key), "payload") in (["", None] if is_followed else ["[[2], {}]", "[[2],{}]"])
+
+
 def test_calls_whose_write_was_not_answered_get_no_lock_a_second_time(server, redis):
     """They may have run by then: with a lock they would run again."""
     conf = {"singleton_on_backend_error": "run"}
