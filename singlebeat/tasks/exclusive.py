@@ -10,7 +10,7 @@ import string
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from celery import Task, current_app
 from celery.local import Proxy
@@ -112,23 +112,38 @@ class Exclusive:
         owner = task.request.id if task else f"{os.uname().nodename}:{os.getpid()}:{nonce}"
         key = lock_key(renewer.config.singleton_key_prefix, f"exclusive:{self.key}")
         self.ref, self._renewed_at = Ref(key, owner, nonce=nonce), time.monotonic()
-        self.holder = renewer.backend.begin(
-            self.ref, lease=self.lease, remember_for=NOT_REMEMBERED, task=self.name, arguments=readable([self.key], {})
-        )
-        if self.holder.verdict is Verdict.STARTED:
-            self._renewer = renewer
-            renewer.track(self.ref, self)
+        about: dict[str, Any] = {"task": self.name, "arguments": readable([self.key], {})}
+        try:
+            self.holder = renewer.backend.begin(self.ref, lease=self.lease, remember_for=NOT_REMEMBERED, **about)
+            if self.holder.verdict is Verdict.STARTED:
+                self._renewer = renewer
+                renewer.track(self.ref, self)
+        except LockBackendError:
+            raise
+        except BaseException:  # an interruption, as by a soft time limit: the block does not begin
+            renewer.drop(self.ref)
+            self._free(renewer)
+            raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         """Free the lock if this object holds it; raise no error of the locks' server."""
-        if self._renewer is None or not self._renewer.drop(self.ref):
-            return
-        if self._is_out_of_lease():  # the renewer may not have seen it, if the body has held the GIL
-            self._report_loss()
         try:
-            self._renewer.backend.finish_many([self.ref], remember_for=NOT_REMEMBERED)
-        except LockBackendError as exc:  # an interruption, as by a soft time limit, goes on
+            if self._renewer is None or not self._renewer.drop(self.ref):
+                return
+            if self._is_out_of_lease():  # the renewer may not have seen it, if the body has held the GIL
+                self._report_loss()
+            self._free(self._renewer)
+        except BaseException:  # an interruption, as by a soft time limit, goes on
+            if self._renewer is not None and self._renewer.pid == os.getpid():
+                self._renewer.drop(self.ref)
+                self._free(self._renewer)
+            raise
+
+    def _free(self, renewer: ExclusiveRenewer) -> None:
+        try:
+            renewer.backend.finish_many([self.ref], remember_for=NOT_REMEMBERED)
+        except LockBackendError as exc:
             log.warning(
                 "the exclusive lock '%(key)s' stays until its lease ends",
                 event="lock_kept",

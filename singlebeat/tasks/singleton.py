@@ -35,6 +35,7 @@ from ..locks.base import (
     without_deaths,
 )
 from ..locks.key import canonical, digest, is_encodable, lock_key
+from ..locks.late_release import release_later
 from ..locks.modes import LockMode, Overlap, check, overlap_for, pick, signature_of
 from ..locks.send import send_call, send_many
 from ..log import Log
@@ -368,15 +369,17 @@ class Singleton(Task):  # type: ignore[misc]
             return publish(headers={**without_deaths(options.get("headers")), HEADER: successor.header()})
         except BaseException:
             if promised:
-                self._take_back(run)
+                self._take_back(run, successor)
             raise
 
-    def _take_back(self, run: Ticket) -> None:
+    def _take_back(self, run: Ticket, successor: Ticket) -> None:
         try:
             self.singleton_backend.promise(run.run, to=None, ttl=0)
         except LockBackendError as exc:  # the caller's own error matters more
             about = {"id": run.task_id, "reason": exc}
-            log.warning("the lock of task %(id)s waits for a retry that was not sent", event="lock_kept", **about)
+            said = "the lock of task %(id)s waits for a retry that was not sent, until the locks' server answers"
+            log.warning(said, event="lock_kept", **about)
+            release_later(self.app, successor.run)
 
     def _duplicate(
         self, holder: Holder, args: Arguments | None, kwargs: NamedArguments | None, overlap: Overlap

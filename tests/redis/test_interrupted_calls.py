@@ -168,21 +168,25 @@ def test_an_error_of_the_server_or_of_the_caller_costs_no_connection(server):
     assert before == within == client.client_id()
 
 
-def test_a_soft_time_limit_that_hits_the_end_of_exclusive_is_raised(app):
-    """Else the body goes on without its limit."""
+@pytest.mark.parametrize("step", ["begin", "end"])
+def test_a_soft_time_limit_that_hits_exclusive_is_raised_and_leaves_no_lock(app, redis, step):
+    """Else the body goes on without its limit, or other bodies wait until the lease ends."""
 
     def interrupt_each_line() -> None:
-        at, remaining = 0, [0]
+        at, remaining, left = 0, [0], []
         while remaining[0] <= 0:
             at += 1
-            lock = exclusive(f"key {at}", app=app)
-            lock.__enter__()
+            redis.flushall()
+            lock = exclusive(f"key {at}", app=app, lease=600)
+            if step == "end":
+                lock.__enter__()
             try:
                 with interrupted(at) as remaining:
-                    lock.__exit__(None, None, None)
+                    lock.__enter__() if step == "begin" else lock.__exit__(None, None, None)
                 assert remaining[0] > 0, "swallowed"
             except SoftTimeLimitExceeded:
-                pass
+                left += [at] * len(redis.keys("SINGLETONLOCK_*"))
         assert at > 20
+        assert len(left) <= 2, "only before the first line of the end, or after the last one of the beginning"
 
     assert ends_well(interrupt_each_line)

@@ -46,6 +46,7 @@ from singlebeat.locks.base import HEADER, RUN_HEADER, Call, IfHeld, Ref, Renewal
 from singlebeat.locks.key import behind_key, done_key, turn_key
 from singlebeat.locks.memory import MemoryBackend
 from singlebeat.locks.modes import LockMode
+from singlebeat.locks.redis import RedisBackend
 from singlebeat.run_results import MESSAGE_LOST, RAN_ELSEWHERE, flush_ends
 from singlebeat.server_errors import is_denied
 from singlebeat.tasks.gate import Postponed, Refused, Unsent, postpone
@@ -1855,3 +1856,25 @@ def test_a_run_that_its_pool_cannot_cancel_ends_as_any_other(app, deliver, base)
 
     copy, about = replace(request.ticket.run, nonce="copy"), {"task": task.name, "arguments": ""}
     assert backend_of(app).begin(copy, lease=0, remember_for=60, **about).verdict is Verdict.DONE
+
+
+def test_a_lock_does_not_wait_for_a_retry_that_was_not_sent(app, deliver, redis, monkeypatch):
+    """Neither the broker nor the locks' server answers any more: the promise to the retry cannot be taken back now."""
+
+    def body(self: Any, user: Any) -> None:
+        monkeypatch.setattr(app.amqp, "send_task_message", Mock(side_effect=OperationalError("away")))
+        monkeypatch.setattr(task.singleton_backend, "promise", promise)
+        raise self.retry(countdown=0)
+
+    def promise(run: Ref, *, to: Ref | None, ttl: float, note: str = "") -> bool:
+        if to is None:
+            raise LockBackendError("away")
+        return RedisBackend.promise(task.singleton_backend, run, to=to, ttl=ttl, note=note)
+
+    task = app.task(body, name="app.first", base=Singleton, shared=False, bind=True)
+    task.delay("a")
+    request = deliver(task)
+    started(request)
+    renewer_of(app).flush()
+
+    wait_until(lambda: not redis.exists(request.ticket.key), what="the release of the lock")
