@@ -35,6 +35,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
+from tests import fork_server
+
 ROOT = Path(__file__).resolve().parent.parent
 
 #: What users read.
@@ -493,16 +495,20 @@ class CeleryProcess:
         self.lines: list[str] = []
         self._news = threading.Condition()
         self._ended = False
-        given = os.environ.get("PYTHONPATH")
-        python_path = os.pathsep.join(filter(None, (str(ROOT / "tests/without_shell"), str(ROOT), given)))
-        self._process = _spawn(
-            [sys.executable, "-m", "celery", *(["-A", app] if app else []), *args],
-            stdout=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            cwd=cwd,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": python_path, **(env or {})},
-        )
+        command = (*(("-A", app) if app else ()), *args)
+        variables = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": fork_server.python_path(), **(env or {})}
+        self._process: subprocess.Popen[str] | fork_server.Forked
+        if fork_server.can_fork(command, variables):
+            self._process = fork_server.fork(command, env=variables, cwd=cwd)
+        else:
+            self._process = _spawn(
+                [sys.executable, "-m", "celery", *command],
+                stdout=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                cwd=cwd,
+                env=variables,
+            )
         self._reader = threading.Thread(target=self._read, name=f"log of celery {args[0]}", daemon=True)
         self._reader.start()
 
