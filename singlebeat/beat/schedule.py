@@ -729,12 +729,19 @@ class Schedule:
         at = "" if score is None or score < 0 else repr(PARKED if due_at is None else due_at.timestamp())
         return _Past(False if fields[1] else past.encode(), past.encode_since(), at)
 
+    def _last_change(self) -> str:
+        """Return the id of the last change of any entry, 0-0 if there is none."""
+        with suppress(ResponseError):  # another program has spoilt the key
+            for last, _ in self._client.xrevrange(self.keys.changes, count=1):
+                return str(last)
+        return "0-0"
+
     def _propose(
         self, name: str, occurrence: Occurrence | None, timeout: float, *, found: str = "", at: str = ""
     ) -> None:
         key, deadline = self.keys.named(name), time.monotonic() + timeout
-        read = int(self._now().timestamp() * 1000)
-        args = (key, *((occurrence.id, occurrence.encode()) if occurrence else ("", "")), found, at, name, read)
+        known = self._last_change()
+        args = (key, *((occurrence.id, occurrence.encode()) if occurrence else ("", "")), found, at, name, known)
         while (verdict := PROPOSE(self._client, [key, self.keys.pending, self.keys.changes], args)) == "pending":
             if time.monotonic() >= deadline:
                 raise ConflictError(

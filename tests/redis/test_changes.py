@@ -657,3 +657,14 @@ def test_an_entry_removed_by_another_program_comes_back_on_time(bench, redis):
 
     assert bench.names == []
     assert redis.zscore("redbeat::schedule", "redbeat:nightly") > datetime.now(UTC).timestamp() + 3000
+
+
+def test_an_entry_that_was_just_stored_anew_can_be_triggered(bench):
+    """Though the server's clock was set back since it was deleted: ids of changes go on from the latest one."""
+    add(bench)
+    bench.redis.xadd(CHANGES, {"entry": "e", "actor": "", "by": "", "action": "delete"}, id="9999999999999-0")
+    for _ in range(20):
+        bench.schedule.delete("e")
+        add(bench)
+        bench.schedule.trigger("e")
+        bench.redis.hdel("redbeat:e", "pending")

@@ -169,7 +169,7 @@ def test_an_error_of_the_server_or_of_the_caller_costs_no_connection(server):
 
 
 @pytest.mark.parametrize("step", ["begin", "end"])
-def test_a_soft_time_limit_that_hits_exclusive_is_raised_and_leaves_no_lock(app, redis, step):
+def test_a_soft_time_limit_amid_exclusive_is_raised_and_leaves_no_lock(app, redis, step):
     """Else the body goes on without its limit, or other bodies wait until the lease ends."""
 
     def interrupt_each_line() -> None:

@@ -148,7 +148,7 @@ def delete(redis: Redis) -> tuple[list[str], list[Any]]:
 
 def propose(redis: Redis, *, task_id: str = "id", found: str = "", at: str = "") -> tuple[list[str], list[Any]]:
     redis.hset("redbeat:e", mapping={"definition": "d", **({"backfill": found} if found else {})})
-    return ["redbeat:e", PENDING, CHANGES], ["redbeat:e", task_id, f'{{"id": "{task_id}"}}', found, at, "e", "0"]
+    return ["redbeat:e", PENDING, CHANGES], ["redbeat:e", task_id, f'{{"id": "{task_id}"}}', found, at, "e", "0-0"]
 
 
 def campaign(redis: Redis, *, leader: str = "") -> tuple[list[str], list[Any]]:

@@ -1819,7 +1819,7 @@ def test_every_app_has_a_renewer_of_its_own_and_takes_it_along(server):
 
 
 @pytest.mark.parametrize("ends", ["retry", "replace", "Ignore"])
-def test_the_end_of_a_run_that_something_has_replaced_is_remembered_at_once(app, deliver, redis, ends):
+def test_the_end_of_a_run_that_was_replaced_is_remembered_at_once(app, deliver, redis, ends):
     """Its retry goes on: a copy of its message must not run though its worker dies before it can tell the end."""
 
     def body(self: Any, user: Any) -> None:

@@ -902,7 +902,7 @@ def test_many_calls_of_each_mode_do_what_single_ones_do(app, redis, overlap):
 
 
 @pytest.mark.parametrize("overlap", ["buffer_one", "cancel_other"])
-def test_the_last_of_many_calls_wins_though_the_lock_ends_between_two_writes(app, redis, monkeypatch, overlap):
+def test_the_last_of_many_calls_wins_though_its_lock_ends_between_writes(app, redis, monkeypatch, overlap):
     """The first call waits for the run that holds the lock: it is sent before a later call can get the free lock."""
     task, write = define(app, unique_on=[], overlap=overlap), _ManyCalls.send
     run = task.delay(0)

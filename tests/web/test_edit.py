@@ -121,7 +121,7 @@ def test_an_entry_that_is_saved_unchanged_stays_as_it_is(page, entries, redis, w
 
 
 @pytest.mark.parametrize("path", ["/edit?name=e", "/edit?like=e"])
-def test_a_field_that_is_left_as_it_is_keeps_what_its_text_does_not_show(page, redis, path):
+def test_a_field_that_is_left_keeps_what_its_text_does_not_show(page, redis, path):
     definition = {
         "task": PLAIN,
         "schedule": {"__type__": "clocked", "instant": "2030-01-01T08:00:00.123456Z"},

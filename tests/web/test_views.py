@@ -243,7 +243,7 @@ def test_a_change_is_shown_with_its_author_and_reverted(page, entries):
 
 
 @pytest.mark.parametrize("action", ["revert", "delete"])
-def test_what_another_stores_before_the_click_is_neither_undone_nor_deleted(page, entries, action):
+def test_what_another_stores_before_the_click_is_not_undone_or_deleted(page, entries, action):
     entries.pause("e", "mine")
     path = f"/{action}?name=e&to={entries.changes('e')[0].id}"
     form = page.get(path).text[page.get(path).text.index("<form") :]

@@ -13,13 +13,13 @@
 -- ARGV[4]  found       the field backfill as it was read; empty: absent
 -- ARGV[5]  at          the field backfill from now on; empty: the backfill ends; the same as found: leave the field
 -- ARGV[6]  name        of the entry
--- ARGV[7]  read_ms     the server's time (ms) before which the caller has read the entry
+-- ARGV[7]  last        id of the last change that the caller knows; 0-0: none
 --
 -- returns  proposed  done
 --          pending   the last occurrence is not confirmed yet; it is put back into pending if it was missing there
 --          moved     another call has continued the backfill
 --          missing   the entry does not exist
---          anew      the entry was stored anew since the caller has read it
+--          anew      the entry was removed and stored anew since the last change that the caller knows
 --          (only proposed writes anything else)
 --          an error if the server refuses a command, and nothing was written
 
@@ -42,8 +42,8 @@ if at ~= found and (stored[3] or "") ~= found then
   return "moved"
 end
 
-local MOST_READ = 100 -- changes since the caller has read the entry
-local changes = redis.pcall("XREVRANGE", KEYS[3], "+", ARGV[7], "COUNT", MOST_READ)
+local MOST_READ = 100 -- changes that are new to the caller
+local changes = redis.pcall("XREVRANGE", KEYS[3], "+", "(" .. ARGV[7], "COUNT", MOST_READ)
 for _, record in ipairs(changes.err and {} or changes) do
   local fields = record[2]
   local action = fields[8] -- as record writes it
