@@ -134,7 +134,7 @@ def send_many(
         while batch:
             with task.app.producer_or_acquire(producer) as own:
                 many = _ManyCalls(task, own)
-                while batch and not many.is_full:
+                while batch and not many.ends_before(batch[0][0]):
                     many.add(*batch.popleft())
                 outcomes = [*many.send()]
             yield from outcomes
@@ -265,6 +265,11 @@ class _Made:
     sending: Sending | None = None  #: None: it must be sent by itself, or was sent over another producer
 
 
+def _way_of(plan: Plan) -> tuple[str, bool]:
+    """Return what a call does if its lock is held: by its policy, and whether it is sent in any case."""
+    return plan.overlap, plan.otherwise is not None
+
+
 class _ManyCalls:
     """Sends calls over one producer, many in one write."""
 
@@ -272,16 +277,22 @@ class _ManyCalls:
         self.task, self.producer = task, producer
         self.broker = _broker_of(task.app, producer.connection)
         self._calls, self._characters = list[_Made](), 0
+        self._ways = dict[str, tuple[str, bool]]()  #: by the keys of locks, ``_way_of`` their calls
         self._is_possible = False  #: for the calls that are made now
 
-    @property
-    def is_full(self) -> bool:
-        """Whether it is time to send."""
-        return len(self._calls) >= MOST_MESSAGES or self._characters >= MOST_CHARACTERS
+    def ends_before(self, plan: Plan) -> bool:
+        """Return whether it is time to send, before this call is added.
+
+        If the lock is held, a call may have to be sent by itself. So calls with one lock are sent together only if they do
+        the same then.
+        """
+        is_full = len(self._calls) >= MOST_MESSAGES or self._characters >= MOST_CHARACTERS
+        return is_full or self._ways.get(plan.ticket.key, _way_of(plan)) != _way_of(plan)
 
     def add(self, plan: Plan, publish: Publish) -> None:
         """Make the message of a call, if that can be sent in one write."""
         made = _Made(plan)
+        self._ways[plan.ticket.key] = _way_of(plan)
         if not self._calls:
             has_hooks = not _may_be_one_write(self.task) or self.task.app.conf.task_send_sent_event
             self._is_possible = not has_hooks and self._is_marked()

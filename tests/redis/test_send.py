@@ -926,6 +926,23 @@ def test_the_last_of_many_calls_wins_though_its_lock_ends_between_writes(app, re
         assert redis.hget(behind_key(key), "id") == "last" or redis.hget(key, "id") == "last"
 
 
+@pytest.mark.parametrize("first", ["cancel_other", "terminate_other", "followed"])
+def test_of_many_calls_that_meet_a_held_lock_in_several_ways_the_last_wins(app, redis, first):
+    """The first one is sent by itself: it must not evict the arguments of the last one, or be joined after it."""
+    task = define(app, unique_on=[])
+    run = task.delay(0)
+    key = task.generate_lock(task.name, [0])
+    redis.hset(key, mapping={"state": "running", "fence": 1, "id": run.id})
+    task.apply_async([1], overlap="buffer_one")  # which waits
+    given = {"overlap": "buffer_one", "link": task.si(9)} if first == "followed" else {"overlap": first}
+
+    *_, last = task.apply_async_many([([2], None, given), ([3], None, {"overlap": "buffer_one"})])
+
+    waits, payload = redis.hmget(behind_key(key), "id", "payload")
+    assert (waits, last.is_duplicate) == (last.id, True)
+    assert "[3]" in payload
+
+
 @pytest.mark.parametrize("overlap", ["cancel_other", "terminate_other"])
 @pytest.mark.parametrize("is_followed", [True, False])
 def test_no_call_joins_one_that_another_waits_for(app, redis, overlap, is_followed):

@@ -163,6 +163,7 @@ def test_the_clock_is_checked_without_a_scan_of_entries_far_ahead(app, put, redi
     for at in range(40):
         put(f"e{at}", score=LATER.timestamp() + at * 10**6, meta=Meta(LATER + timedelta(days=at), 1).encode())
     clock_of(app, redis).check(NOW, TERM)  # else the server does not know the script yet
+    redis.delete("redbeat::clock")
 
     assert round_trips(lambda client: clock_of(app, client).check(NOW, TERM)) == 3
 
@@ -232,6 +233,19 @@ def test_a_request_that_the_network_delays_stores_no_old_time(app, redis):
         redis.execute_command(*command)
 
     assert clock.check(NOW + 3 * minute, TERM) is None
+
+
+def test_a_leader_that_another_has_followed_stores_no_old_time(app, redis):
+    """It was stopped amid its tick: its old time would look to the other as if the server had lost changes."""
+    stopped, other, minute = clock_of(app, redis), clock_of(app, redis), timedelta(minutes=1)
+    stopped.check(NOW, TERM)
+    later = Term(TERM.number + 1, "later")
+    other.check(NOW + minute, later)
+    other.check(NOW + 2 * minute, later)
+
+    stopped.check(NOW + minute, TERM)
+
+    assert other.check(NOW + 3 * minute, later) is None
 
 
 @pytest.mark.parametrize("terms", [0, 1])

@@ -10,6 +10,7 @@ from datetime import datetime, tzinfo
 from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
+from ...connections import RedisError
 from ...errors import ConflictError, EntryError
 from ..calendar.clocked import comes_once
 from ..calendar.recurrence import is_known
@@ -199,7 +200,7 @@ def _problem_of(name: str, exc: Exception) -> EntryError:
     """Return why an entry cannot be stored; raise an error of a call of ours, as for the pauses."""
     if isinstance(exc, EntryError):
         return exc
-    if hasattr(exc, "script"):
+    if hasattr(exc, "script") or isinstance(exc, RedisError):
         raise exc
     why = f"its next run cannot be calculated: {type(exc).__name__}: {exc}"
     return EntryError(f"entry {name!r} cannot be stored: {why}")

@@ -122,12 +122,15 @@ class Clock:
         return _moment(before)
 
     def _store(self, latest: str) -> str:
-        """Store a time and return the time before, or leave the time that a beat beside the leader stores just now."""
-        before = NOTE_TIME(self.client, [self.keys.clock], (self._stored, latest))
-        if before not in {self._stored, latest}:  # by another beat, or the server has lost ours
-            NOTE_TIME(self.client, [self.keys.clock], (before, latest))
+        """Store a time unless another beat has stored a later one; return the time that was stored before."""
+        before = str(NOTE_TIME(self.client, [self.keys.clock], (self._stored, latest)))
+        is_unknown = before not in {self._stored, latest}  # of another beat, or the server has lost ours
         self._stored = latest
-        return str(before)
+        if is_unknown and _moment(before) > _moment(latest):  # that beat leads, and this one does no longer
+            self._stored = before
+        elif is_unknown:
+            NOTE_TIME(self.client, [self.keys.clock], (before, latest))
+        return before
 
     def _reschedule_ahead(self, now: datetime) -> None:
         about = {"before": self._latest, "now": now}
