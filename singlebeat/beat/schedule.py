@@ -668,8 +668,10 @@ class Schedule:
     def meant_instead(self, name: str) -> str:
         """Return that a name is the key of an entry, and which name that entry has; empty if it is none."""
         meant = self.keys.name(name)
-        is_key = meant != name and self.keys.is_possible(meant) and self._client.hexists(name, "definition")
-        return f": {name} is the key of the entry {meant!r}" if is_key else ""
+        if meant != name and self.keys.is_possible(meant):
+            with suppress(ResponseError):  # the key of another program, or one that is denied
+                return f": {name} is the key of the entry {meant!r}" if self._client.hget(name, "definition") else ""
+        return ""
 
     def parked_until(self, name: str) -> datetime | None:
         """Return until when an entry is kept that ``beat_schedule`` has dropped, None if it is not.
@@ -750,7 +752,10 @@ class Schedule:
                 )
             time.sleep(POLL_INTERVAL)
         if verdict == "missing":
-            raise self._unknown(name)
+            raise UnknownEntryError(
+                f"{self._unknown(name)}. It was removed meanwhile; an earlier try may have been sent: see celery "
+                "singlebeat history"
+            )
         if verdict == "anew":
             raise ConflictError(
                 f"entry {name!r} was removed meanwhile, and stored anew; an earlier try may have been sent: see celery "

@@ -4,6 +4,9 @@
 -- has put there. While a call waits, it stands for its duplicates, even if the lock is free for the moment: no newer
 -- call overtakes it. Of the two calls, the call that came first goes first.
 --
+-- A queued call that another one waits for, and that no call may join, gives its place to a call that would; it goes
+-- first by itself.
+--
 -- KEYS[1...]  four for each call:
 --             lock       hash: id, gen, state, nonce, fence, task, args, entry, since (ms), until (ms), payload, if_held
 --             done       zset: "id:generation" of runs that ended under this lock recently, by time (ms), also with
@@ -200,6 +203,14 @@ local function acquire(lock, done, behind, turn, id, gen, ttl, expiry, task, arg
   end
   if by_itself[1] == id then -- a worker has received its message before its sender got here
     redis.call("DEL", turn)
+  end
+  if is_held and waits and not evicts and next_record[3] == "replace_alone" and not by_itself[1] then
+    -- That call, which came first, waits by itself from now on, as others do that another call waits for.
+    local first = redis.call("HMGET", behind, "gen", "task", "args", "entry")
+    redis.call("HSET", turn, "id", waits, "gen", first[1] or "0", "state", "queued", "task", first[2] or "",
+      "args", first[3] or "", "entry", first[4] or "", "since", taken or next_record[5] or now_text)
+    redis.call("PEXPIRE", turn, math.max(1, redis.call("PTTL", behind)))
+    taken = false
   end
   if is_held then
     redis.call("DEL", behind) -- drops the fields of a waiting call with an empty if_held

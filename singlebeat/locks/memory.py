@@ -132,7 +132,10 @@ class MemoryBackend(BaseBackend):
                 self._replace(ref.key, ref.key, call.ttl)
                 holder = None
         must_wait = bool(holder or waiting or in_turn)
-        if not in_turn:
+        if waiting and waiting.if_held == IfHeld.REPLACE_ALONE and by_itself is None:
+            self._records[turn.key] = replace(waiting, since=waiting.taken, payload="", if_held="")
+            taken = now
+        elif not in_turn:
             self._records.pop(turn.key, None)
         if has_ended:
             for ends in (self._done.get(ref.key, {}), self._unsent.get(ref.key, {})):

@@ -118,16 +118,16 @@ def send_call(
 
 def send_many(
     task: LockableTask, calls: Iterable[tuple[Plan, Publish]], producer: Producer | None
-) -> Iterator[AsyncResult | Refused | None]:
+) -> Iterator[AsyncResult | Refused | LockBackendError | None]:
     """Acquire the locks of calls and send the calls, many in one write; yield what ``send_call`` would return.
 
     Yields:
         None for a call that must be sent by itself before the next outcome is asked for: the next write may hold a
-        later call with the same lock.
+        later call with the same lock. The error for each call of a write that the locks' server has not answered, and
+        then nothing more.
 
     Raises:
-        LockBackendError: the locks' server does not answer, or a lock's key holds other data.
-        Exception: a message cannot be made. In both cases, the calls before may be sent.
+        Exception: a message cannot be made. The calls before may be sent.
     """
     left = iter(calls)
     while batch := deque(islice(left, MOST_MESSAGES)):  # planning may send a task, which needs a producer
@@ -136,7 +136,12 @@ def send_many(
                 many = _ManyCalls(task, own)
                 while batch and not many.ends_before(batch[0][0]):
                     many.add(*batch.popleft())
-                outcomes = [*many.send()]
+                number = many.number
+                try:
+                    outcomes = [*many.send()]
+                except LockBackendError as exc:
+                    yield from [exc] * number
+                    return
             yield from outcomes
 
 
@@ -280,11 +285,16 @@ class _ManyCalls:
         self._ways = dict[str, tuple[str, bool]]()  #: by the keys of locks, ``_way_of`` their calls
         self._is_possible = False  #: for the calls that are made now
 
+    @property
+    def number(self) -> int:
+        """The number of calls that were added."""
+        return len(self._calls)
+
     def ends_before(self, plan: Plan) -> bool:
         """Return whether it is time to send, before this call is added.
 
-        If the lock is held, a call may have to be sent by itself. So calls with one lock are sent together only if they do
-        the same then.
+        If the lock is held, a call may have to be sent by itself. So calls with one lock are sent together only if they
+        do the same then.
         """
         is_full = len(self._calls) >= MOST_MESSAGES or self._characters >= MOST_CHARACTERS
         return is_full or self._ways.get(plan.ticket.key, _way_of(plan)) != _way_of(plan)
@@ -340,7 +350,7 @@ class _ManyCalls:
     def _outcome(self, made: _Made, holder: Holder | None) -> AsyncResult | Refused | None:
         """Return what became of a call by the answer of the locks' server; None: it must be sent by itself."""
         plan = made.plan
-        if holder is None or holder.verdict is Verdict.REFUSED or plan.call is None:
+        if holder is None or holder.verdict in {Verdict.REFUSED, Verdict.UNUSABLE} or plan.call is None:
             return None
         if holder.verdict is Verdict.ACQUIRED:
             if (parent := self.task.app.current_worker_task) is not None:

@@ -315,25 +315,22 @@ class Singleton(Task):  # type: ignore[misc]
                 yield plan, publish
 
         sent = 0
-        try:
-            for outcome in send_many(self, plans(), producer):
-                (args, kwargs, _), (task_id, overlap, given, _) = calls[sent], planned[sent]
-                sent += 1
-                if isinstance(outcome, Refused):
-                    yield self._duplicate(outcome.holder, args, kwargs, overlap)
-                elif outcome is not None:
-                    yield outcome
-                else:
-                    yield self.apply_async(args, kwargs, task_id, producer, overlap=overlap, **given)
-        except LockBackendError as exc:
-            if self.singleton_config.singleton_on_backend_error != "run":
-                raise
-            for task_id, _, _, publish in planned[
-                sent:
-            ]:  # perhaps written, and run by now: a lock would let it run again
-                yield self._send_without_lock(task_id, publish, exc)
-            for args, kwargs, options in calls[len(planned) :]:
-                yield self.apply_async(args, kwargs, **{"producer": producer, **options})
+        for outcome in send_many(self, plans(), producer):
+            (args, kwargs, _), (task_id, overlap, given, publish) = calls[sent], planned[sent]
+            sent += 1
+            if isinstance(outcome, Refused):
+                yield self._duplicate(outcome.holder, args, kwargs, overlap)
+            elif isinstance(outcome, LockBackendError):
+                if self.singleton_config.singleton_on_backend_error != "run":
+                    raise outcome
+                # Perhaps it is written, and has run by now: with a lock it would run again.
+                yield self._send_without_lock(task_id, publish, outcome)
+            elif outcome is not None:
+                yield outcome
+            else:
+                yield self.apply_async(args, kwargs, task_id, producer, overlap=overlap, **given)
+        for args, kwargs, options in calls[sent:]:  # after such an error
+            yield self.apply_async(args, kwargs, **{"producer": producer, **options})
 
     def _send_without_lock(self, task_id: str, publish: Publish, why: LockBackendError) -> AsyncResult:
         about = {"task": self.name, "id": task_id, "reason": why}

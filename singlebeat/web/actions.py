@@ -31,6 +31,9 @@ MOST_RUNS = 1000
 #: Seconds for which a run waits until another occurrence of its entry was sent; a browser waits, too.
 PATIENCE = 3.0
 
+#: The version in a form of an entry that is not stored.
+NO_ENTRY = "none"
+
 #: What the page says after a change.
 SAID = {
     "requested": "A run was requested: the leading beat sends it.",
@@ -156,7 +159,7 @@ def resume(board: Board, request: PageRequest, user: User) -> PageReply:
 def ask_delete(board: Board, request: PageRequest, user: User) -> Page:
     """Ask whether an entry is to be deleted."""
     name = request.query.get("name")
-    version = version_of(_stored(board, user, name))
+    version = version_of(_stored(board, user, name)) or NO_ENTRY
     return _confirm("delete.html", "Delete", "/delete", "Delete", name=name, version=version, danger=True)
 
 
@@ -185,10 +188,10 @@ def _as_shown(board: Board, request: PageRequest, user: User) -> Salvage | None:
         ConflictError: another process has changed it since.
     """
     name, version = request.changes.get("name"), request.changes.get("version")
-    found = _stored(board, user, name)
-    if version and version_of(found) != version:
+    found = _stored(board, user, name) if version else None
+    if version and version != (version_of(found) or NO_ENTRY):
         raise ConflictError(f"another process has changed the entry {name!r} meanwhile: look at it before you go on")
-    return found if version else None
+    return found
 
 
 def _moment(text: str, zone: tzinfo) -> datetime:
@@ -291,7 +294,7 @@ def ask_revert(board: Board, request: PageRequest, user: User) -> Page:
     if change is None:
         raise ConflictError(f"there is no record of a change {to!r} of entry {name!r}")
     is_after = board.schedule(user).reverts_to_after(name, to)
-    shown = {"change": change, "is_after": is_after, "version": version_of(_stored(board, user, name))}
+    shown = {"change": change, "is_after": is_after, "version": version_of(_stored(board, user, name)) or NO_ENTRY}
     return _confirm("revert.html", "Revert", "/revert", "Revert", name=name, **shown)
 
 

@@ -131,8 +131,8 @@ class Draft:
             except json.JSONDecodeError as exc:
                 self.errors[name] = f"line {exc.lineno}, column {exc.colno}: {exc.msg}"
                 continue
-            except (ValueError, RecursionError) as exc:
-                self.errors[name] = f"no JSON: {exc}"
+            except (EntryError, ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError) as exc:
+                self.errors[name] = f"cannot be read: {type(exc).__name__}: {exc}"
                 continue
             if not isinstance(value, kind):
                 self.errors[name] = f"must be a JSON {what}"

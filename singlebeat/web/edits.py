@@ -163,7 +163,9 @@ def _keep(fields: dict[str, Any], wishes: dict[str, object], draft: Draft, shown
     """
     for name in wishes:
         if draft.values[name] == shown.values[name] and name not in draft.errors:
-            wishes[name] = source.wishes.get(name)
+            with suppress(EntryError):  # a broken one becomes what its text shows
+                EntryPolicy.of({name: source.wishes.get(name)})
+                wishes[name] = source.wishes.get(name)
     for name in source.fields.keys() & fields.keys() - draft.errors.keys():
         if name in ("task", *IN_CALL) and draft.values[name] == shown.values[name]:
             fields[name] = source.fields[name]

@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,7 @@ from celery import Celery
 from celery.schedules import crontab, schedule
 from redbeat.schedules import rrule
 
-from singlebeat import Entry, Schedule
+from singlebeat import Entry, Schedule, clocked
 from singlebeat.beat.entries.entry import Meta
 from singlebeat.beat.entries.occurrence import Kind, Occurrence
 from singlebeat.beat.entries.policy import EntryPolicy
@@ -272,7 +272,8 @@ def test_a_change_keeps_an_overdue_run_before_one_that_jitter_delays(bench):
     ids=["rewritten in UTC", "the zone becomes the entry's", "nothing changes"],
 )
 @pytest.mark.parametrize("jitter", [None, 40_000])
-def test_a_change_of_the_apps_zone_and_the_entry_keeps_a_run_that_is_due(bench, zone, own, jitter):
+@pytest.mark.parametrize("former", [ZoneInfo("Asia/Tokyo"), timezone(9 * HOUR)], ids=str)
+def test_a_change_of_the_apps_zone_and_the_entry_keeps_a_run_that_is_due(bench, zone, own, jitter, former):
     now, given = datetime.now(UTC), {"args": ["e"], "jitter": jitter}
     nominal = now.replace(second=0, microsecond=0) - timedelta(minutes=30)
 
@@ -280,10 +281,10 @@ def test_a_change_of_the_apps_zone_and_the_entry_keeps_a_run_that_is_due(bench, 
         local = nominal.astimezone(ZoneInfo(zone))
         return crontab(minute=local.minute, hour=local.hour)
 
-    before, after = bench.new_app(timezone="Asia/Tokyo"), bench.new_app(timezone=zone)
+    before, after = bench.new_app(timezone=former), bench.new_app(timezone=zone)
     past = {"last_run_at": nominal - timedelta(days=1), "total_run_count": 7}
     Entry("e", PLAIN, daily("Asia/Tokyo"), app=before, **given, **past).save()
-    bench.redis.set("redbeat::zone", "Asia/Tokyo")
+    bench.redis.set("redbeat::zone", str(former))
 
     Schedule(after).upsert("e", PLAIN, daily(own or zone), timezone=own, **given)
     scheduler = bench.scheduler(app=after)
@@ -305,6 +306,18 @@ def test_a_change_after_the_clock_was_set_back_repeats_no_run(bench, new, ahead)
     is_of_wrong_clock = ahead > 3 * HOUR
     assert (counts_from < now + timedelta(minutes=1)) is is_of_wrong_clock
     assert (bench.score() < (now + ahead).timestamp()) is is_of_wrong_clock
+
+
+@pytest.mark.parametrize("given", [{}, {"end_time": HOUR / 12}], ids=["once", "until an end"])
+def test_a_change_to_times_that_end_before_the_clock_has_caught_up_lets_them_run(bench, given):
+    """They cannot have been decided: a schedule that waits for the clock would never run."""
+    now = datetime.now(UTC)
+    bench.put(every=crontab(minute="*"), last_run_at=now + HOUR / 6)
+    when = crontab(minute="*") if given else clocked(now + HOUR / 20)
+
+    bench.schedule.upsert("e", PLAIN, when, args=["e"], **{name: now + after for name, after in given.items()})
+
+    assert now.timestamp() < bench.score() < (now + HOUR / 12).timestamp()
 
 
 @pytest.mark.parametrize("new", [crontab(minute="1-59/2"), schedule(1800), schedule(7200)], ids=repr)

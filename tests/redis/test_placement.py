@@ -558,6 +558,15 @@ def test_a_command_given_a_key_names_the_entry_and_leaves_its_place(bench, cli, 
     assert bench.redis.hexists("redbeat::quarantine", KEY)
 
 
+def test_the_key_of_another_programs_value_is_the_name_of_no_entry(bench, cli):
+    bench.redis.set("redbeat:text", "of another program")
+
+    for command in ("show", "pause", "trigger", "delete"):
+        said = cli(command, "redbeat:text", code=1).output
+        assert "there is no entry 'redbeat:text'" in said
+        assert "is the key of" not in said
+
+
 @pytest.mark.parametrize("every", [HOUR, 2 * HOUR], ids=["its times stay", "its times change"])
 def test_an_edit_of_an_entry_under_its_bare_name_gives_it_no_second_place(bench, every):
     bench.put(ago=timedelta(minutes=1))

@@ -28,7 +28,7 @@ from singlebeat import Singleton, outbox
 from singlebeat.errors import DuplicateTaskError, LockBackendError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, Ref, Renewal
-from singlebeat.locks.key import behind_key
+from singlebeat.locks.key import behind_key, turn_key
 from singlebeat.locks.redis import SCRIPTS, RedisBackend
 from singlebeat.locks.send import MOST_MESSAGES, _ManyCalls, _refused, why_two_writes
 from singlebeat.outbox import Senders, collecting
@@ -957,6 +957,7 @@ def test_no_call_joins_one_that_another_waits_for(app, redis, overlap, is_follow
     second = task.apply_async([2], overlap="buffer_one")
 
     assert second.is_duplicate is not is_followed
+    assert redis.hget(turn_key(key), "id") == (first.id if is_followed else None), "it goes first"
     assert {message["headers"]["id"] for message in messages(redis)} == {run.id, first.id, second.id}
     assert redis.hget(behind_key(key), "payload") in (["", None] if is_followed else ["[[2], {}]", "[[2],{}]"])
 
@@ -976,6 +977,19 @@ def test_calls_whose_write_was_not_answered_get_no_lock_a_second_time(server, re
     assert sorted({is_ticket for _, is_ticket in sent}) == [False, True]
     assert len({task_id for task_id, _ in sent}) == 2
     assert [is_ticket for _, is_ticket in sent].count(True) == 2
+
+
+def test_a_spoilt_lock_of_one_of_many_calls_lets_no_duplicate_run(server, redis):
+    with apps(server.celery_url, singleton_on_backend_error="run") as app:
+        task = define(app)
+        for number in (1, 2):
+            task.delay(number)
+        redis.set(task.generate_lock(task.name, [3]), "spoilt")
+
+        results = task.apply_async_many(calls_for(1, 3, 2))
+
+    assert [result.is_duplicate for result in results] == [True, False, True]
+    assert values(redis) == [1, 2, 3]
 
 
 def test_an_option_of_one_of_many_calls_is_its_own(app, redis):

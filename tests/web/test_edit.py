@@ -141,6 +141,42 @@ def test_a_field_that_is_left_keeps_what_its_text_does_not_show(page, redis, pat
     assert stored(redis, name, "definition") == {**definition, "name": name}
 
 
+@pytest.mark.parametrize(
+    ("broken", "healed"),
+    [({"jitter": "5"}, {"jitter": 5}), ({"max_runs": 3.0}, {"max_runs": 3}), ({"run_on_start": "yes"}, {})],
+    ids=str,
+)
+def test_a_broken_field_of_the_policy_becomes_what_its_text_shows(page, redis, broken, healed):
+    definition = {"task": PLAIN, "schedule": {"__type__": "interval", "every": 60}}
+    redis.hset("redbeat:e", mapping={"definition": json.dumps(definition), "policy": json.dumps(broken)})
+    redis.zadd("redbeat::schedule", {"redbeat:e": time.time() + 10**6})
+
+    assert save(page, "/edit?name=e").status_code == 303
+
+    policy = json.loads(redis.hget("redbeat:e", "policy") or "{}")
+    assert {name: value for name, value in policy.items() if name in healed} == healed
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"__type__": "datetime"},
+        {"__type__": "datetime", "year": 2026, "month": 13, "day": 1, "timezone": "UTC"},
+        {"__type__": "rrule"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("field", ["args", "options"])
+def test_a_value_of_a_type_that_cannot_be_read_is_an_error_of_its_field(page, entries, value, field):
+    entries.upsert("e", PLAIN, 60)
+    text = json.dumps([value] if field == "args" else {"headers": {"a": value}})
+
+    for do in ("review", "preview", "save"):
+        answer = page.post("/edit", data=values(page.get("/edit?name=e").text) | {field: text, "do": do})
+        assert answer.status_code in {200, 422}
+    assert entries.get("e").args == []
+
+
 def test_numbers_instants_and_tags_that_are_typed_are_stored_as_typed(page, entries, redis):
     entries.upsert("e", PLAIN, 60, args=["x"], tags=["billing, eu", "c"])
     when = {"__type__": "datetime", **WHEN}

@@ -257,6 +257,18 @@ def test_what_another_stores_before_the_click_is_not_undone_or_deleted(page, ent
     assert entries.get("e").policy.note == "theirs"
 
 
+def test_an_entry_that_another_adds_before_the_click_is_not_replaced(page, entries):
+    entries.upsert("e", PLAIN, 77)
+    entries.delete("e")
+    path = f"/revert?name=e&to={entries.changes('e')[0].id}"
+    form = page.get(path).text[page.get(path).text.index("<form") :]
+    fields = dict(re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', form))
+    entries.upsert("e", PLAIN, 55)
+
+    assert page.post("/revert", data=fields).status_code == 409
+    assert entries.get("e").schedule.run_every.total_seconds() == 55
+
+
 def test_a_revert_of_a_removed_entry_leads_to_after_its_last_change(page, entries, redis):
     entries.pause("e")
     redis.delete("redbeat:e")

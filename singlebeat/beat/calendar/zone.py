@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import UTC, datetime, timezone, tzinfo
 from typing import TYPE_CHECKING
 from zoneinfo import ZoneInfo
@@ -14,7 +15,7 @@ from ...errors import ConfigError, EntryError
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("app_zone", "given_instant", "in_utc", "known_zone", "named_zone", "zone_by_name")
+__all__ = ("app_zone", "given_instant", "in_utc", "known_zone", "named_zone", "zone_of_text")
 
 #: Zones of dateutil that distinguish both passes of a repeated hour (PEP 495), which the arithmetic needs.
 FOLDING = (tz.tzfile, tz.tzlocal, tz.tzrange)
@@ -53,7 +54,7 @@ def known_zone(zone: tzinfo | None) -> tzinfo | None:
         zone = tz.tzlocal()
     if not isinstance(zone, tzinfo):
         return None
-    if (named := zone_by_name(_name_of(zone))) is not None:
+    if (named := _by_name(_name_of(zone))) is not None:
         return named
     try:
         offset = zone.utcoffset(None)
@@ -70,7 +71,7 @@ def named_zone(zone: tzinfo | None) -> ZoneInfo | None:
     if zone is UTC:
         return ZoneInfo("UTC")
     found = known_zone(zone)
-    return zone_by_name(found.key) if isinstance(found, ZoneInfo) else None
+    return _by_name(found.key) if isinstance(found, ZoneInfo) else None
 
 
 def in_utc(moment: datetime) -> datetime:
@@ -111,8 +112,17 @@ def _name_of(zone: tzinfo) -> str:
     return name or str(getattr(zone, "_filename", "")).rpartition("zoneinfo/")[2]
 
 
-def zone_by_name(name: str) -> ZoneInfo | None:
-    """Return the zone of an IANA name, None if there is none."""
+def zone_of_text(text: str) -> tzinfo | None:
+    """Return the zone that ``str`` shows so: a name, an offset, or the zone of this host; None if it is not known."""
+    if text == str(local := tz.tzlocal()):
+        zone: tzinfo = local
+        return zone
+    with suppress(ValueError):
+        return datetime.strptime(text, "UTC%z").tzinfo
+    return _by_name(text)
+
+
+def _by_name(name: str) -> ZoneInfo | None:
     try:
         return ZoneInfo(name) if name else None
     except Exception:  # ZoneInfo raises five different errors for a wrong name

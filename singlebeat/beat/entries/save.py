@@ -14,7 +14,7 @@ from ...connections import RedisError
 from ...errors import ConflictError, EntryError
 from ..calendar.clocked import comes_once
 from ..calendar.recurrence import is_known
-from ..calendar.zone import zone_by_name
+from ..calendar.zone import zone_of_text
 from .code_only import given_for
 from .definition import LONGEST_STEP_BACK, Meta, loads_object, salvage_fields
 from .fields import BATCH, read_fields, write_fields
@@ -163,7 +163,7 @@ def _plan(
     scores = client.zmscore(keys.schedule, [*members.values(), *map(keys.bare, members)])
     scores = [key if key is not None else bare for key, bare in zip(scores, scores[len(members) :], strict=False)]
     pauses = cache(lambda: read_pauses(client, keys.pauses))  # asked only where an entry loses a tag
-    zone = cache(lambda: zone_by_name(client.get(keys.zone) or ""))  # asked only where times change
+    zone = cache(lambda: zone_of_text(client.get(keys.zone) or ""))  # asked only where times change
     wishes = {}
     for (name, member), fields, score in zip(members.items(), found, scores, strict=True):
         entry = entries[name]
@@ -311,8 +311,8 @@ def _counts_from(
         before: its timetable before the change, in the zone of the app at that time; None if it is unreadable.
         has_moved: its times before the change are not known.
     """
-    if past.counts_from is not None and now < past.counts_from <= now + LONGEST_STEP_BACK:
-        return past.since  # the times until then have been decided
+    if _waits_for_clock(after, past, now):
+        return past.since
     if before is None or (before.policy.max_runs is not None and past.total_run_count >= before.policy.max_runs):
         return now  # an entry that was finished had no next time
     since = before.since(past.counts_from)
@@ -332,6 +332,19 @@ def _counts_from(
     except Exception:  # a rule that is invalid, or a user's own schedule: it had no next time
         return now
     return now
+
+
+def _waits_for_clock(after: Timetable, past: Meta, now: datetime) -> bool:
+    """Return whether the clock was set back since the last run, and the times until then, which are decided, go by.
+
+    A schedule that has no later time is a new one: a time that comes once, or an end.
+    """
+    if past.counts_from is None or not now < past.counts_from <= now + LONGEST_STEP_BACK:
+        return False
+    try:
+        return after.next(past.counts_from) is not None
+    except Exception:  # a user's own schedule may raise anything, which is found when it is due
+        return True
 
 
 def _latest_common(before: Timetable, after: Timetable, since: datetime, until: datetime) -> datetime | None:
