@@ -72,6 +72,9 @@ def save(board: Board, request: PageRequest, user: User) -> Page | PageReply:
     form = request.changes
     name, is_new = form.get("name"), not form.get("version")
     found, draft, before = _stored(board, user, name), Draft.of_form(form), _before(form)
+    is_stored = not is_new and form.get("do") not in {"preview", "back"}
+    if is_stored and version_of(found) != form.get("version"):  # first: masks stand for what was stored then
+        return _conflict(board, user, draft, before, found)
     zone = _zone_of(board, draft)
     fields, wishes = draft.fields(zone), draft.wishes()
     source = found or (_stored(board, user, form.get("like")) if form.get("like") else None)
@@ -90,8 +93,6 @@ def save(board: Board, request: PageRequest, user: User) -> Page | PageReply:
     if is_new and found is not None:
         draft.errors["name"] = "there is an entry of this name already"
         return _form(board, draft, found=None, before=before)._replace(status=409)
-    if not is_new and version_of(found) != form.get("version"):
-        return _conflict(board, user, draft, before, found)
     try:
         entry = _entry(board, name, fields, wishes, found)
         if form.get("do") != "save":

@@ -309,7 +309,7 @@ def test_a_change_after_the_clock_was_set_back_repeats_no_run(bench, new, ahead)
 
 
 @pytest.mark.parametrize("given", [{}, {"end_time": HOUR / 12}], ids=["once", "until an end"])
-def test_a_change_to_times_that_end_before_the_clock_has_caught_up_lets_them_run(bench, given):
+def test_a_change_to_times_that_end_before_the_clock_has_caught_up_runs(bench, given):
     """They cannot have been decided: a schedule that waits for the clock would never run."""
     now = datetime.now(UTC)
     bench.put(every=crontab(minute="*"), last_run_at=now + HOUR / 6)

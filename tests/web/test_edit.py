@@ -336,6 +336,18 @@ def test_of_two_people_who_edit_an_entry_the_second_sees_both(page, entries):
     assert shown == {"args": ['["a"]', '["b"]', '["a"]'], "jitter": ["5", "7", "6"], "note": ["", "", "theirs"]}
 
 
+def test_of_two_people_the_second_sees_both_though_a_secret_has_changed(page, entries):
+    """The mask in the form stands for what was stored then: no error of a field that was not touched."""
+    entries.upsert("e", PLAIN, 60, kwargs={"api_token": "s3cret"})
+    form = values(page.get("/edit?name=e").text)
+    entries.upsert("e", PLAIN, 60, kwargs={"other": 1})
+
+    answer = page.post("/edit", data=form | {"note": "mine", "do": "review"})
+
+    assert answer.status_code == 409
+    assert "s3cret" not in answer.text
+
+
 def test_a_merge_keeps_what_only_the_other_one_changed(page, entries):
     entries.upsert("e", PLAIN, 60, args=["a"], jitter=5)
     form = values(page.get("/edit?name=e").text)

@@ -14,11 +14,11 @@ from ...lua import script
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("BARE", "PERMITTED", "RECORD", "Author", "digests")
+__all__ = ("BARE", "CALLED", "PERMITTED", "RECORD", "Author", "digests")
 
 
-#: The scripts that each script which changes an entry calls, and one that finds its members.
-PERMITTED, RECORD, BARE = (script(__package__, name) for name in ("permitted", "record", "bare"))
+#: The scripts that those which change entries call.
+PERMITTED, RECORD, BARE, CALLED = (script(__package__, name) for name in ("permitted", "record", "bare", "called"))
 
 
 class Author(NamedTuple):

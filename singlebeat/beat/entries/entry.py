@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Unpack
+from uuid import uuid4
 
 from celery.app import app_or_default
 from celery.schedules import BaseSchedule
@@ -21,7 +22,7 @@ from ..calendar.recurrence import is_known, next_occurrence
 from ..calendar.zone import app_zone
 from ..keys import Keys
 from ..server_time import server_now
-from .author import BARE, PERMITTED, RECORD, Author
+from .author import BARE, CALLED, PERMITTED, RECORD, Author
 from .code_only import given_for, has_lazy
 from .definition import Meta, decode_definition, encode_definition, loads_object, why_too_deep
 from .fields import read_fields, write_fields
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ("NOTHING", "PARKED", "Entry", "Meta", "prepare")
 
-DELETE = script(__package__, "delete", BARE, PERMITTED, RECORD)
+DELETE = script(__package__, "delete", BARE, CALLED, PERMITTED, RECORD)
 
 #: The ``version`` of an entry that must not exist yet.
 NOTHING = ("", "")
@@ -385,6 +386,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         keys, self.version, client = Keys.of(self.app), None, schedule_client(self.app)
         key = keys.named(self.name)
         touched = [keys.schedule, keys.pending, keys.quarantine, keys.owners, keys.parked(self.name), keys.changes, key]
+        call = uuid4().hex
         last = None  #: the id of the call that had stored the entry, as it was read before
         for _ in range(ATTEMPTS):
             # Checked first: the client repeats the deletion if its reply is lost, and then finds nothing.
@@ -403,7 +405,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
                 )
             last = written[0] if written else ""
             scores = client.zmscore(keys.schedule, [self.key, keys.bare(self.name)])
-            removed = DELETE(client, touched, (self.name, *author, packed(stored)))
+            removed = DELETE(client, touched, (self.name, *author, packed(stored), call))
             if removed >= 0:
                 return bool(removed) or is_entry or any(score is not None for score in scores)
         raise ConflictError(f"another process has changed the entry {self.name!r}: read it again")

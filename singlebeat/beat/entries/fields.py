@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from ...lua import packed, script
-from .author import BARE, PERMITTED, RECORD
+from .author import BARE, CALLED, PERMITTED, RECORD
 
 if TYPE_CHECKING:
     from ...clients import RedisClient
@@ -24,7 +24,7 @@ StoredFields = Sequence[str | None]
 Fence = tuple[str, str]
 
 FENCED = script(__package__, "fenced")
-SAVE = script(__package__, "save", BARE, FENCED, PERMITTED, RECORD)
+SAVE = script(__package__, "save", BARE, CALLED, FENCED, PERMITTED, RECORD)
 
 #: Entries that one round trip reads or writes.
 BATCH = 500

@@ -1,7 +1,7 @@
 --- pause: pause many entries, or end that pause, unless another program has changed the pause since we read it.
 --
--- It uses permitted. A repetition of the call, after its reply was lost, returns 1 again and writes nothing, even if
--- others have changed the pause since: the record names the last calls that wrote it.
+-- It uses called and permitted. A repetition of the call, after its reply was lost, returns 1 again and writes nothing, even if
+-- others have changed the pause since: its record names the last calls that wrote it, and so do the changes.
 --
 -- KEYS[1]  pauses    hash: records by selector
 -- KEYS[2]  changes   stream: one record per change
@@ -21,7 +21,7 @@
 
 local pauses, selector, found, record = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 local stored = redis.call("HGET", pauses, selector) or ""
-if string.find(stored, ARGV[10], 1, true) then
+if string.find(stored, ARGV[10], 1, true) or called({KEYS[2]}, {ARGV[10]})[""] then
   return 1  -- by this call: its reply was lost
 end
 if stored ~= found then
@@ -34,7 +34,7 @@ end
 
 if ARGV[7] ~= "0" then
   redis.call("XADD", KEYS[2], "MAXLEN", "~", ARGV[7], "*", "entry", "", "actor", ARGV[5], "by", ARGV[6], "action", ARGV[8],
-    "before", cjson.encode({[selector] = found}), "after", cjson.encode({[selector] = record}), "note", ARGV[9])
+    "before", cjson.encode({[selector] = found}), "after", cjson.encode({[selector] = record}), "note", ARGV[9], "call", ARGV[10])
 end
 local over = cjson.decode(ARGV[4])
 for i = 1, #over, 2 do

@@ -15,7 +15,7 @@ from ...errors import ConflictError, EntryError
 from ...lua import packed, script
 from ..calendar.zone import given_instant, in_utc
 from ..keys import check_encodable
-from .author import PERMITTED
+from .author import CALLED, PERMITTED
 from .definition import loads_object
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _ATTEMPTS = 5
 
 #: Reads the pauses, with the other things that a tick reads.
 READ_PAUSES = script(__package__, "pauses")
-PAUSE = script(__package__, "pause", PERMITTED)
+PAUSE = script(__package__, "pause", CALLED, PERMITTED)
 
 
 def _selector(tag: str | None) -> str:

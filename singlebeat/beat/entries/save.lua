@@ -4,7 +4,7 @@
 -- the entry meanwhile, or others have stored it, or have deleted it and stored it anew, unless there were many changes
 -- since then or none is recorded: a copy of the call may be late.
 --
--- It uses bare, fenced, permitted and record: each change of a definition or a policy is recorded. A change of meta, since or the score is none.
+-- It uses bare, called, fenced, permitted and record: each change of a definition or a policy is recorded. A change of meta, since or the score is none.
 --
 -- KEYS[1]     lock      as in fenced
 -- KEYS[2]     schedule  zset: members by the time of their next occurrence (s)
@@ -43,17 +43,8 @@ if refused then
 end
 
 local names = {"definition", "meta", "policy", "since"}
-local RECENT = 20 -- records of changes in which a call is looked for
-
--- The names of entries that this call has stored; others may have removed them since then, and their ids with them.
-local was_stored = {}
-local records = redis.pcall("XREVRANGE", KEYS[3], "+", "-", "COUNT", RECENT)
-for _, record in ipairs(records.err and {} or records) do
-  local fields = record[2]
-  if fields[#fields - 1] == "call" and fields[#fields] == id then
-    was_stored[fields[2]] = true
-  end
-end
+-- Others may have removed what this call has stored, and its ids with it.
+local was_stored = called({KEYS[3]}, {id})
 
 local function give_back(entry, member, asked, occurrence, backfill)
   if occurrence ~= "" then
