@@ -72,6 +72,9 @@ log = Log(__name__)
 #: Seconds of the first wait of a message whose lock another call holds; each wait doubles the last.
 FIRST_WAIT = 0.25
 
+#: The same, of a retry: most often its run is over, and the main process has not told it yet.
+UNTOLD_WAIT = 0.03
+
 #: Seconds for which the publish of an acknowledged message is retried, and between two attempts. A broker that also
 #: stores the locks is unreachable whenever the locks are. In an alarm of RabbitMQ, the pool must go on to end it.
 PATIENCE, RETRY_AFTER = 60.0, 0.5
@@ -320,7 +323,8 @@ def waits_for_its_turn(ticket: Ticket, request: Context) -> bool:
     """Return whether a message whose lock is held is sent again to wait; other messages are skipped."""
     # A redelivered message was no duplicate when it was sent. Its run was cut short, and an equal call came meanwhile.
     came_back = ticket.rejections > 0 or (request.delivery_info or {}).get("redelivered")
-    return ticket.waits or bool(ticket.queued and came_back) or is_followed(request)
+    is_retry = ticket.generation >= 1  # of a plain task: that of a Singleton waits in any case
+    return ticket.waits or is_retry or bool(ticket.queued and came_back) or is_followed(request)
 
 
 def is_followed(request: Context) -> bool:
@@ -368,7 +372,8 @@ def admit(task: Task, ticket: Ticket, holder: Holder, request: Context) -> None:
             _skip(task, ticket, request, "another call took its place", event="replaced")
             raise Replaced("another call took its place")
     if _must_wait(ticket, holder, request):
-        countdown = min(LONGEST_WAIT, FIRST_WAIT * 2**ticket.waited)
+        first = UNTOLD_WAIT if holder.task_id == ticket.task_id else FIRST_WAIT
+        countdown = min(LONGEST_WAIT, first * 2**ticket.waited)
         if holder.held_for:
             # Newer messages leave the free lock to the one that has the turn: while it sleeps, none of them runs.
             countdown = min(countdown, max(FIRST_WAIT, holder.held_for))

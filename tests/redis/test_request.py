@@ -1878,3 +1878,18 @@ def test_a_lock_does_not_wait_for_a_retry_that_was_not_sent(app, deliver, redis,
     renewer_of(app).flush()
 
     wait_until(lambda: not redis.exists(request.ticket.key), what="the release of the lock")
+
+
+@pytest.mark.parametrize("holder", ["another run", "its own run"])
+def test_a_retry_of_a_plain_task_waits_for_its_lock_and_is_not_dropped(app, deliver, holder):
+    plain, task_id, lock = app.task(same, name="app.plain", shared=False), uuid(), "SINGLETONLOCK_a"
+    run = Ref(lock, task_id if holder == "its own run" else "other", nonce="n")
+    backend_of(app).begin(run, lease=60, remember_for=60, task=plain.name, arguments="")
+    retry = deliver(plain, ["a"], id=task_id, retries=1, **{HEADER: {"id": task_id, "key": lock}})
+
+    with pytest.raises(Postponed):
+        retry.begin_for_plain_task()
+
+    again = deliver(plain)
+    assert again.ticket.pause < (0.1 if holder == "its own run" else 1)
+    assert again.ticket.generation == 1
