@@ -1283,6 +1283,7 @@ def test_a_beat_without_a_lock_beside_a_leader_is_a_problem(
         assert text.startswith("settings with and without a lock: ")
         assert f"{socket.gethostname()}, pid {os.getpid()}, leads; sharer, pid {os.getpid()}, shares the work; " in text
         assert f"redbeat_lock_key {here} in this process. Set redbeat_lock_key alike for all beats" in text
+        tick_as(monkeypatch, "sharer", sharer)
         status = cli("status", app=bench.app).output
         assert f"leader      {socket.gethostname()}, pid {os.getpid()}, term 1" in status
         assert "problem     settings with and without a lock" in status
