@@ -78,9 +78,9 @@ class Forked:
 
 def can_fork(args: tuple[str, ...], env: Mapping[str, str]) -> bool:
     """Return whether a fork of the server behaves as a process that starts with these arguments and variables."""
-    own = {name for name in env if name.startswith(READ_AT_START) and env[name] != os.environ.get(name)}
-    is_patched = any(arg.endswith(PATCHES) for arg in args)
-    return sys.platform == "linux" and own <= {"PYTHONPATH", "PYTHONUNBUFFERED"} and not is_patched
+    given = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": python_path()}
+    own = {name for name in env if name.startswith(READ_AT_START) and env[name] != given.get(name)}
+    return sys.platform == "linux" and not own and not any(arg.endswith(PATCHES) for arg in args)
 
 
 def fork(args: tuple[str, ...], *, env: Mapping[str, str], cwd: Path | str | None) -> Forked:

@@ -18,7 +18,7 @@ from kombu.messaging import Producer
 
 from singlebeat.beat.status import ScheduleStatus
 from tests.chaos.fleet import CLOCK, PLAIN, SINGLE, Chaos, steady
-from tests.support import CeleryProcess, RedisServer, free_port, wait_until
+from tests.support import CeleryProcess, RedisServer, alive, free_port, wait_until
 
 #: Whether this kombu hands out the commands of messages.
 ONE_WRITE = hasattr(Producer, "batch")
@@ -265,7 +265,7 @@ def test_the_beat_of_a_worker_that_was_killed_ends(chaos):
             embedded.kill()
         embedded.wait_for("worker's main process is gone")
         chaos.settle()
-        wait_until(lambda: not os.path.exists(f"/proc/{pid}"), what="the orphan's end")
+        wait_until(lambda: not alive(pid), what="the orphan's end")
 
 
 def test_another_beat_takes_over_in_the_time_of_a_lease(chaos):
