@@ -613,7 +613,7 @@ class Schedule:
         if definition is None or policy is None:
             raise EntryError(
                 f"what entry {name!r} was before change {to!r} is not on record: another program has made that change, "
-                "and there is no record before it"
+                "and there is no record before it: revert to a later change, or edit the entry"
             )
         if not definition:
             raise EntryError(f"change {to!r} has added entry {name!r}, so there is no entry to go back to: delete it")

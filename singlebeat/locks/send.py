@@ -140,8 +140,8 @@ def send_many(
                 try:
                     outcomes = [*many.send()]
                 except LockBackendError as exc:
-                    yield from [exc] * number
-                    return
+                    outcomes, left = [exc] * number, iter(())
+                    batch.clear()
             yield from outcomes
 
 

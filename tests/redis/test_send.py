@@ -964,7 +964,7 @@ def test_no_call_joins_one_that_another_waits_for(app, redis, overlap, is_follow
 
 def test_calls_whose_write_was_not_answered_get_no_lock_a_second_time(server, redis):
     """They may have run by then: with a lock they would run again."""
-    conf = {"singleton_on_backend_error": "run"}
+    conf = {"singleton_on_backend_error": "run", "broker_pool_limit": 1}
     with LossyProxy(server) as proxy, apps(server.celery_url, singleton_backend_url=proxy.url, **conf) as app:
         task = define(app)
         task.delay(0)
