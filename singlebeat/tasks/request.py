@@ -417,14 +417,14 @@ class Request(celery_request.Request):  # type: ignore[misc]
             # The process closes its files before it can be reaped. The pool finds it alive then, and checks by a timer.
             renewer_of(self.app).call_later(REAPED_AFTER, pool.maintain_pool)
 
-    def cancel(self, pool: BasePool, signal: str | int | None = None, emit_retry: bool = True) -> None:
+    def cancel(self, pool: BasePool, signal: str | int | None = None, **options: Any) -> None:
         """End the run, because the connection to the broker was lost or the worker shuts down.
 
-        A pool that cannot do that lets the run end by itself.
+        A pool that cannot do that lets the run end by itself. ``options``: ``emit_retry``, which Celery 5.5 has not yet.
         """
         # Before super(): a killed greenlet reports a success while Celery cancels it.
         self._cancelled = getattr(pool.terminate_job, "__func__", None) is not BasePool.terminate_job
-        super().cancel(pool, signal, emit_retry)
+        super().cancel(pool, signal, **options)
 
     def on_failure(self, exc_info: ExceptionInfo, send_failed_event: bool = True, return_ok: bool = False) -> Any:
         """Handle every end of a run except success; Retry, Ignore and Reject among them."""
