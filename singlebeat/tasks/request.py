@@ -420,7 +420,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
     def cancel(self, pool: BasePool, signal: str | int | None = None, **options: Any) -> None:
         """End the run, because the connection to the broker was lost or the worker shuts down.
 
-        A pool that cannot do that lets the run end by itself. ``options``: ``emit_retry``, which Celery 5.5 has not yet.
+        A pool that cannot do that lets the run end by itself. ``options``: ``emit_retry``, since Celery 5.6.
         """
         # Before super(): a killed greenlet reports a success while Celery cancels it.
         self._cancelled = getattr(pool.terminate_job, "__func__", None) is not BasePool.terminate_job

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, tzinfo
+from datetime import UTC, datetime, timedelta, tzinfo
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from celery.schedules import BaseSchedule
@@ -50,6 +50,9 @@ FIELDS = (
     *(*TEXTS, *NUMBERS, *INSTANTS, *FLAGS, "tags"),
 )
 
+#: Those of several lines. A browser removes the line breaks of others.
+AREAS = frozenset({"args", "kwargs", "options", "json"})
+
 
 class Change(NamedTuple):
     """A field that differs."""
@@ -87,28 +90,28 @@ class Draft:
 
     @classmethod
     def of_entry(cls, found: Salvage, zone: tzinfo, shown: Mapping[str, object]) -> Self:
-        """Return the draft of a stored entry, or of its readable parts.
+        """Return the draft of a stored entry; what cannot be read is empty, or the JSON of its schedule.
 
         Args:
-            zone: in which it is read.
-            shown: its args, kwargs and options as they may be shown.
+            zone: in which it is read if it has no zone of its own.
+            shown: its args, kwargs and options as they may be shown, and its schedule if it cannot be read.
         """
-        draft = cls.new()
-        values, wishes = draft.values, found.wishes
+        values, wishes, own = cls.new().values, found.wishes, found.timezone
         values |= {"name": found.name, "task": str(found.fields.get("task", ""))}
-        values |= {
-            name: _pretty(shown.get(name, {} if name != "args" else [])) for name in ("args", "kwargs", "options")
-        }
-        values["enabled"] = "on" if found.fields.get("enabled", True) else ""
+        values |= {name: _pretty(shown[name]) if name in shown else "" for name in ("args", "kwargs", "options")}
+        values["enabled"] = "on" if found.fields.get("enabled") else ""
         when = found.fields.get("schedule")
         if isinstance(when, BaseSchedule):
-            values |= _of_schedule(when, zone)
+            values |= _of_schedule(when, own or zone, is_own=own is not None)
+        else:
+            values |= {"kind": "json", "json": _pretty(shown.get("schedule"))}
         for name in (*TEXTS, *NUMBERS, *INSTANTS):
             value = wishes.get(name)
             values[name] = "" if value is None else str(value).removesuffix(".0")
+        values["timezone"] = values["timezone"] or str(own or "")
         values["run_on_start"] = "on" if wishes.get("run_on_start") else ""
         values["tags"] = _of_tags(wishes.get("tags"))
-        return draft
+        return cls({name: text if name in AREAS else "".join(text.splitlines()) for name, text in values.items()})
 
     @property
     def is_usable(self) -> bool:
@@ -278,8 +281,12 @@ def _tags(text: str) -> Sequence[object]:
     return [tag.strip() for tag in text.split(",") if tag.strip()]
 
 
-def _of_schedule(when: BaseSchedule, zone: tzinfo) -> dict[str, str]:
-    """Return the fields of a schedule; as JSON if no other kind has all of its parts."""
+def _of_schedule(when: BaseSchedule, zone: tzinfo, *, is_own: bool) -> dict[str, str]:
+    """Return the fields of a schedule; as JSON if no other kind has all of its parts.
+
+    Args:
+        is_own: whether the zone is the entry's own.
+    """
     try:
         raw = json.loads(json.dumps(when, cls=Encoder))
     except (TypeError, ValueError):  # only the code can give it
@@ -301,16 +308,19 @@ def _of_schedule(when: BaseSchedule, zone: tzinfo) -> dict[str, str]:
             instant = datetime.fromisoformat(raw["instant"])
             return {**as_json, "kind": "once", "once": _shown_local(instant, zone)}
         case "rrule":
-            return _of_rule(raw, zone) or as_json
+            return _of_rule(raw, zone, is_own=is_own) or as_json
     return as_json
 
 
-def _of_rule(raw: Mapping[str, Any], zone: tzinfo) -> dict[str, str]:
-    """Return the fields of a rule, empty if it has parts without a field."""
+def _of_rule(raw: Mapping[str, Any], zone: tzinfo, *, is_own: bool) -> dict[str, str]:
+    """Return the fields of a rule, empty if it has parts without a field, or is read on the clock of an offset."""
     given = {name: value for name, value in raw.items() if value is not None and name != "__type__"}
     ends = {"dtstart", "dtstart_tz", "until", "until_tz"}
     freq = given.get("freq")
     if given.keys() - {*RULE, *ends} or not isinstance(freq, int) or "dtstart" not in given:
+        return {}
+    start = datetime.fromtimestamp(given["dtstart"], zone)
+    if not is_own and start.utcoffset() != timedelta(minutes=given.get("dtstart_tz", 0)):
         return {}
     fields = {"kind": "rule", "json": _pretty(raw)}
     for name in RULE:

@@ -19,10 +19,10 @@ from ..beat.entries.definition import why_too_deep
 from ..beat.entries.entry import NOTHING, Entry
 from ..beat.entries.policy import EntryPolicy
 from ..errors import ConflictError, EntryError, UnknownEntryError
-from ..masking import MaskError
+from ..masking import MaskError, masked
 from .actions import Page, leads_to
 from .board import IN_CALL
-from .draft import FIELDS, FREQUENCIES, KINDS, UNITS, Draft
+from .draft import FIELDS, FREQUENCIES, KINDS, UNITS, Change, Draft
 from .render import sentence
 from .versions import version_of
 
@@ -96,7 +96,7 @@ def save(board: Board, request: PageRequest, user: User) -> Page | PageReply:
     try:
         entry = _entry(board, name, fields, wishes, found)
         if form.get("do") != "save":
-            changes = before.changes(draft) if not is_new else Draft.new().changes(draft)
+            changes = Draft.new().changes(draft) if found is None else _changes(before, draft, found)
             context = {
                 "name": name,
                 "changes": changes,
@@ -134,10 +134,20 @@ def _stored(board: Board, user: User, name: str) -> Salvage | None:
 
 
 def _draft_of(board: Board, found: Salvage) -> Draft:
-    zone = board.zone
-    with suppress(Exception):  # its policy may be unreadable
-        zone = EntryPolicy.of({"timezone": found.wishes.get("timezone")}).timezone or board.zone
-    return Draft.of_entry(found, zone, board.shown_call(found.fields))
+    shown = dict(board.shown_call(found.fields))
+    if "schedule" in found.problems:
+        shown["schedule"] = masked(found.raw("schedule"), board.app)
+    return Draft.of_entry(found, board.zone, shown)
+
+
+def _changes(before: Draft, draft: Draft, found: Salvage) -> Sequence[Change]:
+    """Return the fields in which a draft differs from what is stored, those that could not be read among them."""
+    changes = before.changes(draft)
+    named, texts = {change.field for change in changes}, draft.texts()
+    mended = [
+        Change(part, problem, texts.get(part, "")) for part, problem in found.problems.items() if part not in named
+    ]
+    return [*changes, *mended]
 
 
 def _before(form: Fields) -> Draft:
@@ -159,6 +169,8 @@ def _zone_of(board: Board, draft: Draft) -> tzinfo:
 def _keep(fields: dict[str, Any], wishes: dict[str, object], draft: Draft, shown: Draft, source: Salvage) -> None:
     """Let each field whose text is as it was shown keep its stored value, of which the text may hold only a part.
 
+    A field of the definition that could not be read has an error until it is given anew.
+
     Args:
         shown: the texts of ``source``: the entry, or the one that was copied.
     """
@@ -173,6 +185,10 @@ def _keep(fields: dict[str, Any], wishes: dict[str, object], draft: Draft, shown
     if "schedule" in source.fields and draft.has_schedule_of(shown):
         fields["schedule"] = source.fields["schedule"]
         draft.errors.pop("schedule", None)
+    for name in source.problems.keys() & {"task", "schedule", *IN_CALL}:
+        is_left = draft.has_schedule_of(shown) if name == "schedule" else draft.values[name] == shown.values[name]
+        if is_left:
+            draft.errors[name] = f"{source.problems[name]}: give it anew"
 
 
 def _unmasked(board: Board, draft: Draft, fields: Mapping[str, Any], stored: Mapping[str, Any]) -> Mapping[str, Any]:

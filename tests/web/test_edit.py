@@ -5,8 +5,10 @@ from __future__ import annotations
 import html
 import json
 import re
+import sys
 import time
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
 from urllib.parse import urlencode
 
@@ -155,6 +157,104 @@ def test_a_broken_field_of_the_policy_becomes_what_its_text_shows(page, redis, b
 
     policy = json.loads(redis.hget("redbeat:e", "policy") or "{}")
     assert {name: value for name, value in policy.items() if name in healed} == healed
+
+
+@pytest.mark.parametrize(
+    ("broken", "field"),
+    [
+        ({"schedule": {"__type__": "crontab", "minute": "99"}}, "schedule"),
+        ({"schedule": {"__type__": "given", "class": "shop.Work"}}, "schedule"),
+        ({"schedule": None}, "schedule"),
+        ({"args": '["u"]'}, "args"),
+        ({"kwargs": ["u"]}, "kwargs"),
+        ({"options": {"queue": "q", "expires": "xx"}}, "options"),
+        ({"task": 5}, "task"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", ["/edit?name=e", "/edit?like=e"])
+def test_what_the_form_cannot_read_must_be_given_anew(page, redis, path, broken, field):
+    definition = {"task": PLAIN, "schedule": {"__type__": "interval", "every": 60}, **broken}
+    redis.hset("redbeat:e", "definition", json.dumps(definition))
+    redis.zadd("redbeat::schedule", {"redbeat:e": time.time() + 10**6})
+    name = "e" if "name=" in path else "f"
+
+    answer = save(page, path, name=name, note="new")
+
+    assert answer.status_code == 422
+    assert f'id="e-{field}"' in answer.text
+    assert stored(redis, "e", "definition") == definition
+    given = {"schedule": {"kind": "cron"}, "task": {"task": PLAIN}}.get(field) or {
+        field: "[]" if field == "args" else "{}"
+    }
+    assert save(page, path, name=name, **given).status_code == 303
+
+
+def test_a_schedule_without_its_package_is_not_replaced_by_another(page, redis, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ephem", None)
+    monkeypatch.setattr("celery.schedules.ephem", None, raising=False)
+    when = {"__type__": "solar", "event": "sunset", "lat": 52.5, "lon": 13.4}
+    redis.hset("redbeat:e", "definition", json.dumps({"task": PLAIN, "schedule": when}))
+    redis.zadd("redbeat::schedule", {"redbeat:e": time.time() + 10**6})
+
+    answer = save(page, "/edit?name=e", note="new")
+
+    assert answer.status_code == 422
+    assert json.loads(values(answer.text)["json"]) == when
+    assert stored(redis, "e", "definition")["schedule"] == when
+
+
+@pytest.mark.parametrize(
+    ("definition", "policy", "part"),
+    [({"enabled": "false"}, "", "enabled"), ({}, "x", "policy")],
+    ids=["enabled", "policy"],
+)
+def test_what_a_saved_form_mends_is_among_the_changes(page, redis, definition, policy, part):
+    broken = {"task": PLAIN, "schedule": {"__type__": "interval", "every": 60}, **definition}
+    redis.hset("redbeat:e", mapping={"definition": json.dumps(broken), "policy": policy})
+    redis.zadd("redbeat::schedule", {"redbeat:e": time.time() + 10**6})
+
+    text = page.post("/edit", data=values(page.get("/edit?name=e").text) | {"do": "review"}).text
+    assert save(page, "/edit?name=e").status_code == 303
+
+    assert re.findall(r"<dt>(\w+)</dt>", text) == [part]
+    assert stored(redis, "e", "definition")["enabled"] is (part != "enabled")
+
+
+@pytest.mark.parametrize(
+    ("zone", "times"),
+    [("America/New_York", ["2026-06-30T13:00", "2026-07-02T13:00"]), (60, ["2026-06-30T14:00", "2026-07-02T14:00"])],
+    ids=str,
+)
+def test_a_rule_stays_on_its_clock_when_another_part_is_changed(page, entries, redis, zone, times):
+    start = datetime(2026, 1, 1, 14, tzinfo=UTC)
+    rule = {"__type__": "rrule", "freq": "DAILY", "dtstart": start.timestamp(), "dtstart_tz": zone}
+    redis.hset("redbeat:e", "definition", json.dumps({"task": PLAIN, "schedule": rule}))
+    redis.zadd("redbeat::schedule", {"redbeat:e": time.time() + 10**6})
+    form = values(page.get("/edit?name=e").text)
+
+    if form["kind"] == "rule":
+        changed = {"rule_interval": "2"}
+    else:
+        changed = {"json": json.dumps(json.loads(form["json"]) | {"interval": 2})}
+    assert save(page, "/edit?name=e", **changed).status_code == 303
+
+    timetable = entries.get("e").timetable
+    after = datetime(2026, 6, 30, tzinfo=UTC)
+    found = [each.astimezone(UTC).isoformat()[:16] for each in islice(timetable.runs(after, after), 2)]
+    assert found == times
+
+
+def test_line_breaks_stay_in_a_field_of_one_line_that_is_left(page, redis):
+    definition = {"task": PLAIN, "schedule": {"__type__": "interval", "every": 60}}
+    policy = {"note": "a\nb", "tags": ["x\ny"]}
+    redis.hset("redbeat:e", mapping={"definition": json.dumps(definition), "policy": json.dumps(policy)})
+    redis.zadd("redbeat::schedule", {"redbeat:e": time.time() + 10**6})
+    form = values(page.get("/edit?name=e").text)
+
+    assert not {"\n", "\r"} & {*form["note"], *form["tags"]}  # a browser would drop it
+    assert save(page, "/edit?name=e", jitter="7").status_code == 303
+    assert stored(redis, "e", "policy") == {**policy, "jitter": 7}
 
 
 @pytest.mark.parametrize(

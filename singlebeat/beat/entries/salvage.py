@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,8 +13,11 @@ from .code_only import given_for
 from .definition import Meta, loads_object, salvage_fields
 from .entry import Entry
 from .policy import EntryPolicy
+from .timetable import zone_of
 
 if TYPE_CHECKING:
+    from zoneinfo import ZoneInfo
+
     from celery import Celery
 
     from .definition import Fields
@@ -58,6 +63,22 @@ class Salvage:
         except EntryError as exc:
             problems["meta"] = str(exc)
         return cls(name, app, texts, fields, wishes, meta, problems)
+
+    @property
+    def timezone(self) -> ZoneInfo | None:
+        """The zone of the entry, None if it has none or if it cannot be read."""
+        with suppress(EntryError):
+            if (named := EntryPolicy.of({"timezone": self.wishes.get("timezone")}).timezone) is not None:
+                return named
+            return zone_of(self.fields["schedule"]) if "schedule" in self.fields else None
+        return None
+
+    def raw(self, field: str) -> object:
+        """Return a field of its definition as the JSON has it, None if that cannot be read."""
+        with suppress(ValueError, RecursionError):
+            definition = json.loads(self.texts["definition"])
+            return definition.get(field) if isinstance(definition, Mapping) else None
+        return None
 
     def changed(self, fields: Fields, wishes: Wishes) -> Entry:
         """Return the entry with other fields and policy.
