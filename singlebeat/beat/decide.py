@@ -34,9 +34,13 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
     may_be_less = stored.pending is not None and stored.pending.is_scheduled
     if policy.max_runs is not None and past.total_run_count >= policy.max_runs and not may_be_less:
         return Claim(stored, PARKED)
-    since = table.since(past.counts_from)
     if past.since is not None and past.last_run_at is not None and past.since < past.last_run_at <= now:
-        since = past.last_run_at  # a beat whose clock was behind took this time for wrong
+        if table.next(past.since) != past.last_run_at:  # a beat whose clock was behind took it for wrong
+            past = replace(past, since=None)
+        elif past.last_run == past.last_run_at or stored.pending is not None:
+            return _repeated(stored, past.last_run_at, table, prefix)
+        # Else a clock that was ahead has missed or skipped that time, which comes now.
+    since = table.since(past.counts_from)
     if since is not None and since > now + (timedelta() if stored.score == WRONG_PAST else LONGEST_STEP_BACK):
         upcoming, last = table.next(now), past.last_run_at
         if upcoming is not None and upcoming == last and table.next(upcoming) is None:
@@ -49,7 +53,7 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
     else:
         nominal = table.overdue(since, now)
     if nominal is None or nominal > now:  # the score was a guess of another beat or another program
-        return Claim(stored, table.score(nominal or table.next(since or now)))
+        return Claim(stored, table.score(nominal or table.next(since or now)), past if past != stored.meta else None)
     next_score, due = table.score(table.next(nominal)), table.due(nominal)
     is_late = now - due > CATCH_UP_AFTER or (since is not None and table.next(since) != nominal)
     kind = Kind.CATCH_UP if is_late else Kind.SCHEDULED
@@ -62,6 +66,15 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
     if (too_late := _missed(stored, occurrence, now, due)) is not None:
         return Claim(stored, next_score, Meta(nominal, count), decision=too_late)
     return Claim(stored, next_score, Meta(nominal, count + 1), occurrence)
+
+
+def _repeated(stored: Stored, nominal: datetime, table: Timetable, prefix: str) -> Claim:
+    """Return the claim of a time that comes again, because a clock that was ahead has sent it before."""
+    past, entry = stored.meta, stored.entry
+    occurrence = Occurrence.of(prefix, entry.name, nominal, previous=past.last_run)
+    why = "it was sent too early, by a clock that was ahead"
+    decision = Decision(entry.name, entry.task, occurrence, DecisionType.RUN_BEFORE, why)
+    return Claim(stored, table.score(table.next(nominal)), replace(past, since=None), decision=decision)
 
 
 def dropped(stored: Stored, occurrence: Occurrence, now: datetime, *, zone: tzinfo) -> Decision | None:

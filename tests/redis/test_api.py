@@ -320,6 +320,16 @@ def test_a_change_to_times_that_end_before_the_clock_has_caught_up_runs(bench, g
     assert now.timestamp() < bench.score() < (now + HOUR / 12).timestamp()
 
 
+def test_a_change_to_one_time_runs_although_the_clock_has_caught_up_before_beat_sees_it(bench):
+    now = datetime.now(UTC)
+    bench.put(every=crontab(minute="*"), last_run_at=now + HOUR / 60)
+
+    bench.schedule.upsert("e", PLAIN, clocked(now + HOUR / 180), args=["e"])
+    bench.tick(at=now + HOUR / 30)
+
+    assert bench.names == ["e"]
+
+
 @pytest.mark.parametrize("new", [crontab(minute="1-59/2"), schedule(1800), schedule(7200)], ids=repr)
 def test_a_change_to_other_times_makes_up_for_none(bench, new):
     bench.put(every=crontab(minute="*/2"), ago=timedelta(minutes=10))

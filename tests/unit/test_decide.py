@@ -8,9 +8,10 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from celery.schedules import BaseSchedule, crontab, schedstate, schedule
 
-from singlebeat import Entry
+from singlebeat import Entry, clocked
 from singlebeat.beat.decide import claim_for
 from singlebeat.beat.entries.definition import Meta
+from singlebeat.beat.entries.occurrence import Occurrence
 from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.store.claims import Claim, Stored
 from tests.system.apps import make_app
@@ -69,6 +70,13 @@ def decide(app, when: BaseSchedule, *, last: datetime, now: datetime = NOW, **wi
     return claim_for(stored, now, zone=UTC, prefix="")
 
 
+def claim_of(app, when: BaseSchedule, past: Meta, now: datetime, *, is_pending: bool = False, **wishes: object) -> Claim:
+    entry = Entry("e", "shop.tick", when, app=app)
+    pending = Occurrence.of("", "e", NOW) if is_pending else None
+    stored = Stored(entry.key, NOW.timestamp(), (), entry, past, EntryPolicy.of(wishes), pending)
+    return claim_for(stored, now, zone=UTC, prefix="")
+
+
 @pytest.mark.parametrize(("kind", "each"), [(Estimating, 1), (Both, 2)])
 @pytest.mark.parametrize(("missed", "times"), [(1, 2), (2, 3), (3, 3), (60 * 24 * 365, 3)], ids=str)
 def test_a_decision_asks_for_at_most_three_regular_times(app, kind, each, missed, times):
@@ -121,3 +129,40 @@ def test_jitter_moves_no_nominal_time_of_an_entry_that_has_yet_to_start(app, whe
     assert start.timestamp() < waits.next_score < (start + 20 * SECOND).timestamp()
     assert claim.occurrence is not None
     assert claim.occurrence.nominal == (start + late // MINUTE * MINUTE).timestamp()
+
+
+@pytest.mark.parametrize("when", [crontab(hour=12, minute=0), clocked(NOW)], ids=["daily", "once"])
+def test_a_time_that_a_clock_ahead_has_missed_or_skipped_comes(app, when):
+    past = Meta(NOW, 3, since=NOW - 5 * HOUR, sent=NOW - DAY)
+
+    claim = claim_of(app, when, past, NOW + SECOND)
+
+    assert claim.occurrence is not None
+    assert claim.occurrence.nominal == NOW.timestamp()
+
+
+@pytest.mark.parametrize("overlap", ["skip", "allow_all"])
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_time_that_a_clock_ahead_has_sent_is_not_sent_again(app, overlap, pending):
+    when, sent = crontab(hour=12, minute=0), NOW - DAY if pending else NOW
+    past = Meta(NOW, 3, since=NOW - 5 * HOUR, sent=sent)
+
+    claim = claim_of(app, when, past, NOW + SECOND, is_pending=pending, overlap=overlap)
+
+    assert claim.occurrence is None
+    assert claim.decision is not None
+    assert (claim.decision.outcome, claim.decision.occurrence.nominal) == ("run_before", NOW.timestamp())
+    assert claim.next_score == (NOW + DAY).timestamp()
+    assert claim.meta == Meta(NOW, 3)
+
+
+@pytest.mark.parametrize("when", [schedule(3600), crontab(minute="5-59/20")], ids=["interval", "crontab"])
+@pytest.mark.parametrize("sent", [None, NOW - 10 * MINUTE], ids=["never", "sent"])
+def test_a_clock_that_was_behind_for_a_moment_lets_nothing_come_again(app, when, sent):
+    """It took the past of the entry for wrong."""
+    past = Meta(NOW - 10 * MINUTE, 1, since=NOW - 30 * DAY, sent=sent)
+
+    claim = claim_of(app, when, past, NOW)
+
+    assert (claim.occurrence, claim.decision, claim.meta) == (None, None, replace(past, since=None))
+    assert claim.next_score == (NOW + (5 if isinstance(when, crontab) else 50) * MINUTE).timestamp()

@@ -264,7 +264,10 @@ def _wish(
             if stored is not None and wanted is not None:
                 own = zone() or entry.timetable.zone
                 before = replace(entry.timetable, schedule=stored.schedule, policy=wanted, zone=own)
-            past = replace(past, since=_counts_from(before, entry.timetable, past, now, has_moved=has_moved))
+            since = _counts_from(before, entry.timetable, past, now, has_moved=has_moved)
+            if since is not None and since != past.since and past.last_run_at is not None and since < past.last_run_at:
+                past = replace(past, last_run_at=since)  # it came from a clock that was ahead, and of other times
+            past = replace(past, since=since if since != past.last_run_at else None)
         if was_off_until is not None:
             past = entry.timetable.passed(past, was_off_until)
     is_broken = (definition and stored is None) or (meta and whole is None)
