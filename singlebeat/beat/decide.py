@@ -34,11 +34,12 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
     may_be_less = stored.pending is not None and stored.pending.is_scheduled
     if policy.max_runs is not None and past.total_run_count >= policy.max_runs and not may_be_less:
         return Claim(stored, PARKED)
-    if past.since is not None and past.last_run_at is not None and past.since < past.last_run_at <= now:
-        if table.next(past.since) != past.last_run_at:  # a beat whose clock was behind took it for wrong
+    since, last = past.since, past.last_run_at
+    if since is not None and last is not None and since < last <= now:
+        if table.next(since) != last:  # a beat whose clock was behind took it for wrong
             past = replace(past, since=None)
-        elif past.last_run == past.last_run_at or stored.pending is not None:
-            return _repeated(stored, past.last_run_at, table, prefix)
+        elif past.last_run == last or stored.pending is not None:
+            return _repeated(stored, last, table, prefix)
         # Else a clock that was ahead has missed or skipped that time, which comes now.
     since = table.since(past.counts_from)
     if since is not None and since > now + (timedelta() if stored.score == WRONG_PAST else LONGEST_STEP_BACK):

@@ -436,6 +436,7 @@ class BaseBackend(ABC):
         entry: str = "",
         note: str = "",
         overtakes: bool = False,
+        yields: bool = False,
     ) -> Holder:
         """Try to start a run: with STARTED it runs; with COPY, STALE, DONE, REPLACED or HELD it must not start.
 
@@ -449,6 +450,7 @@ class BaseBackend(ABC):
             entry: name of the schedule's entry that sent the message, for people; empty: a program sent it.
             note: for the search for lost messages, if the message held no lock; empty: none.
             overtakes: the message takes the lock from a newer call that has not started.
+            yields: the message is not sent again if another call has the place behind the holder.
         """
 
     @abstractmethod

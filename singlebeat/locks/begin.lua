@@ -25,7 +25,8 @@
 -- ARGV[11] waits_since  the server's time (ms) since which the message waits, as an earlier reply gave it; 0: not known
 -- ARGV[12] note       for the field "sent" of a lock that the message did not hold, as in acquire; empty: none
 -- ARGV[13] overtakes  1: the message takes this lock from a newer call that has not started; 0: it does not
--- ARGV[14] deadline   the server's time (ms) after which no caller waits for the reply
+-- ARGV[14] yields     1: the message is not sent again, and needs no turn, if another call has the place behind; 0: it is
+-- ARGV[15] deadline   the server's time (ms) after which no caller waits for the reply
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms), payload, entry}; if held, also {time since
 --          which the message waits (ms), ms since which the holder is in its state: 0 unless the message has the turn,
@@ -61,7 +62,7 @@ local PATIENCE = 30000 -- ms that a call may wait until no newer one overtakes i
 local time = redis.call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
-if now > tonumber(ARGV[14]) then
+if now > tonumber(ARGV[15]) then
   return {"late", "", "", string.format("%.0f", now), "0", 0, "", ""}
 end
 
@@ -134,7 +135,11 @@ local function held(by)
   answer[9], answer[10] = string.format("%.0f", since), "0"
   local may_be_older = by == turn or redis.call("HGET", by, "took_free")
   answer[11] = other and "heir" or (may_be_older and "older" or "")
-  if turn_ms > 0 and place[1] ~= id and (not in_turn or in_turn == id or is_older) then
+  if ARGV[14] == "1" and other then
+    if in_turn == id then
+      redis.call("DEL", turn)
+    end
+  elseif turn_ms > 0 and place[1] ~= id and (not in_turn or in_turn == id or is_older) then
     redis.call("PEXPIRE", turn, string.format("%.0f", turn_ms)) -- if this is forbidden, nothing is written
     if in_turn ~= id then
       redis.call("DEL", turn) -- drops the fields of a newer one

@@ -103,6 +103,7 @@ class InspectBackend(BaseBackend):
         entry: str = "",
         note: str = "",
         overtakes: bool = False,
+        yields: bool = False,
     ) -> Holder:
         """Start a run (STARTED) unless a duplicate started earlier; with HELD or COPY it must not start."""
         node, began = current_task.request.hostname if current_task else "", time.time()

@@ -108,6 +108,7 @@ class LegacyBackend(BaseBackend):
         entry: str = "",
         note: str = "",
         overtakes: bool = False,
+        yields: bool = False,
     ) -> Holder:
         """Try to start a run: with STARTED it runs; with STALE or HELD it must not start."""
         with _naming(self.name):

@@ -168,6 +168,7 @@ class MemoryBackend(BaseBackend):
         entry: str = "",
         note: str = "",
         overtakes: bool = False,
+        yields: bool = False,
     ) -> Holder:
         """Start a run, or return the verdict that forbids the start."""
         with self._mutex:
@@ -209,7 +210,10 @@ class MemoryBackend(BaseBackend):
                 holder, held_for = self._holder(Verdict.HELD, held_by), 0.0
                 may_be_older = not other_waits and (held_by is turn or self._records[held_by.key].took_free)
                 holder = replace(holder, may_be_older=may_be_older, has_heir=other_waits)
-                if turn_ttl and not is_behind and (by_itself is None or is_in_turn or is_older):
+                if yields and other_waits:
+                    if is_in_turn:
+                        del self._records[turn.key]
+                elif turn_ttl and not is_behind and (by_itself is None or is_in_turn or is_older):
                     new = _Record(
                         ref.task_id, ref.generation, "queued", "", 0, task, arguments, since, now, None, "", entry=entry
                     )

@@ -235,6 +235,7 @@ class RedisBackend(BaseBackend):
         entry: str = "",
         note: str = "",
         overtakes: bool = False,
+        yields: bool = False,
     ) -> Holder:
         """Start a run, or return the verdict that forbids the start.
 
@@ -242,7 +243,8 @@ class RedisBackend(BaseBackend):
         """
         owner = (ref.task_id, str(ref.generation), ref.nonce)
         times = _ms(remember_for), _ms(turn_ttl)
-        args = (*owner, _ms(lease), _ms(expiry), task, arguments, *times, entry, _ms(waits_since), note, int(overtakes))
+        flags = int(overtakes), int(yields)
+        args = (*owner, _ms(lease), _ms(expiry), task, arguments, *times, entry, _ms(waits_since), note, *flags)
         keys = (ref.key, done_key(ref.key), queued or ref.key, behind_key(ref.key), turn_key(ref.key))
         (holder,) = self._run_before_deadline(lambda deadline: [self._run("begin", keys, (*args, deadline))])
         if holder.verdict is Verdict.UNUSABLE:

@@ -65,6 +65,7 @@ __all__ = (
     "postpone_unlocked",
     "run_under_lock",
     "turn_ttl",
+    "yields_to_heir",
 )
 
 log = Log(__name__)
@@ -249,6 +250,7 @@ def _begin(task: Task, ticket: Ticket, request: Context) -> tuple[int, tuple[Arg
             entry=entry_of(vars(request)),
             note=note_of_broker(own_broker(task.app)),
             overtakes=ticket.overtakes,
+            yields=yields_to_heir(ticket, request),
         )
     except SoftTimeLimitExceeded:
         why = "its soft time limit fired while its lock was taken"
@@ -327,6 +329,11 @@ def waits_for_its_turn(ticket: Ticket, request: Context) -> bool:
     return ticket.waits or is_retry or bool(ticket.queued and came_back) or is_followed(request)
 
 
+def yields_to_heir(ticket: Ticket, request: Context) -> bool:
+    """Return whether a message is dropped if another call has the place behind the holder, which runs in its place."""
+    return (ticket.joinable or ticket.replaceable) and not is_followed(request)
+
+
 def is_followed(request: Context) -> bool:
     """Return whether a chain, a chord, a group, a callback or a replaced task waits for this very run."""
     embedded = {"link": request.callbacks, "link_error": request.errbacks, "group_id": request.group}
@@ -394,7 +401,7 @@ def _must_wait(ticket: Ticket, holder: Holder, request: Context) -> bool:
     """
     if holder.task_id == ticket.task_id:  # a run that has sent this retry, and goes on
         return True
-    if not (ticket.joinable or ticket.replaceable) or is_followed(request):
+    if not yields_to_heir(ticket, request):
         return waits_for_its_turn(ticket, request)
     return not holder.has_heir and (holder.may_be_older or waits_for_its_turn(ticket, request))
 

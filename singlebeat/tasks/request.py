@@ -28,7 +28,7 @@ from ..locks.key import check_sendable, readable
 from ..locks.modes import LockMode, overlap_for
 from ..log import Log
 from ..run_results import RESULT_NOT_STORED, is_result_lost, may_be_unsent, outcome_of, record_end
-from .gate import Blocked, Postponed, Refused, Unsent, admit, is_followed, postpone_unlocked, turn_ttl
+from .gate import Blocked, Postponed, Refused, Unsent, admit, is_followed, postpone_unlocked, turn_ttl, yields_to_heir
 from .lock_action import LockAction, lock_action
 from .renewer import renewer_of
 
@@ -144,6 +144,7 @@ def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
             raise TaskRevokedError(self.id) from exc
         except Refused as exc:
             self._drop(exc.outcome, str(exc))
+            self.free_if_acknowledged()  # the message may have a turn
             raise TaskRevokedError(self.id) from exc
         except Exception as exc:  # errors of the broker, a backend or a user's function must not stop the worker
             if not isinstance(exc, Unsent):  # Unsent has been logged
@@ -326,6 +327,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
                 entry=entry_of(self.request_dict),
                 note=note_of_broker(own_broker(self.app)),
                 overtakes=ticket.overtakes,
+                yields=yields_to_heir(ticket, self._context),
             )
         except LockBackendError as exc:
             if renewer.answers() and not isinstance(exc, UnusableLockError):

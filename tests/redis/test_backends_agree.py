@@ -81,7 +81,7 @@ def acquire(draw: st.DrawFn) -> Ask:
 def begin(draw: st.DrawFn) -> Ask:
     ref, expiry, waits, waited = draw(runs), draw(expiries), draw(st.booleans()), draw(st.booleans())
     options = {"lease": LEASE, "remember_for": MEMORY, "task": "app.task", "arguments": "1, x=2", "expiry": expiry}
-    options["entry"], options["overtakes"] = entry_of(ref), draw(st.booleans())
+    options["entry"], options["overtakes"], options["yields"] = entry_of(ref), draw(st.booleans()), draw(st.booleans())
     queued, options["turn_ttl"] = behind_key(ref.key) if waited else ref.key, LEASE * waits
     since = options["waits_since"] = draw(st.sampled_from([0.0, 0.0, 1.0, 2.0]))
     return Ask("begin", lambda b: b.begin(ref, queued=queued, **options), ref, queued, waits, expiry, since)
@@ -292,6 +292,22 @@ def test_a_message_whose_lock_has_ended_starts_before_a_newer_call(backend):
     assert start(backend, B, overtakes=True).verdict is Verdict.HELD
     backend.finish_many([RUN], remember_for=MEMORY)
     assert start(backend, B, overtakes=True).verdict is Verdict.STARTED
+
+
+@pytest.mark.parametrize("had_turn", [False, True])
+def test_a_message_that_gives_way_to_the_call_behind_keeps_no_turn(backend, had_turn):
+    start(backend, RUN)
+    asks = {"turn_ttl": LEASE, "yields": True}
+    if had_turn:
+        assert start(backend, B, **asks).held_for
+    assert take(backend, "c", if_held=IfHeld.REPLACE).verdict is Verdict.WAITING
+
+    held = start(backend, B, **asks)
+
+    assert (held.verdict, held.has_heir, held.held_for) == (Verdict.HELD, True, 0.0)
+    assert backend.get(turn_key(LOCK)) is None
+    backend.finish_many([RUN], remember_for=MEMORY)
+    assert start(backend, Ref(LOCK, "c", nonce="n2"), queued=behind_key(LOCK)).verdict is Verdict.STARTED
 
 
 @pytest.mark.parametrize("case", ["has other arguments", "runs", "retries", "is timed", "is not to"])

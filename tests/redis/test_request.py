@@ -1125,6 +1125,24 @@ def test_a_run_that_does_not_start_leaves_no_cycle(app, deliver, redis, no_colle
     assert kept_errors() == []
 
 
+def test_a_retry_of_a_plain_task_that_is_dropped_keeps_no_turn(app, deliver, redis):
+    """A run that has sent a retry and goes on ends; a newer one runs then, and another waits."""
+    task, key, ids = app.task(same, name="app.task", shared=False), "SINGLETONLOCK_a", [uuid() for _ in range(3)]
+    backend, about = backend_of(app), {"lease": 60, "remember_for": 60, "task": "app.task", "arguments": ""}
+    backend.begin(Ref(key, ids[1], nonce="n"), **about)
+    retry = Ticket(ids[0], key, key, generation=1, replaceable=True)
+    started(deliver(task, ["a"], id=ids[0], retries=1, **{HEADER: retry.header()}))
+    again = deliver(task)
+    assert backend.get(turn_key(key)) == ids[0]
+    backend.acquire_many([Call(Ref(key, ids[2]), "app.task", "", 60, if_held=IfHeld.REPLACE)])
+
+    started(again)
+
+    assert messages(redis) == (0, 0)
+    assert backend.get(turn_key(key)) is None
+    assert again not in renewer_of(app)._living()
+
+
 def test_an_unsendable_call_leaves_no_cycle(app, deliver, mute, other, no_collector):
     task_id = uuid()
 

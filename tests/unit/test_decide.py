@@ -70,7 +70,9 @@ def decide(app, when: BaseSchedule, *, last: datetime, now: datetime = NOW, **wi
     return claim_for(stored, now, zone=UTC, prefix="")
 
 
-def claim_of(app, when: BaseSchedule, past: Meta, now: datetime, *, is_pending: bool = False, **wishes: object) -> Claim:
+def claim_of(
+    app, when: BaseSchedule, past: Meta, now: datetime, *, is_pending: bool = False, **wishes: object
+) -> Claim:
     entry = Entry("e", "shop.tick", when, app=app)
     pending = Occurrence.of("", "e", NOW) if is_pending else None
     stored = Stored(entry.key, NOW.timestamp(), (), entry, past, EntryPolicy.of(wishes), pending)
