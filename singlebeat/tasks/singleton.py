@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from celery import Task
 from celery.canvas import Signature, _chain, _chord
@@ -56,6 +56,20 @@ __all__ = ("Singleton",)
 log = Log(__name__)
 
 Publish = Callable[..., AsyncResult]
+
+#: A call of ``apply_async_many``; and what its message is made from.
+_Call: TypeAlias = "tuple[Arguments | None, NamedArguments | None, Options]"
+_Planned: TypeAlias = tuple[str, Overlap, dict[str, Any], Publish]
+
+
+def _or_duplicate(
+    send: Callable[..., AsyncResult], *args: object, **options: object
+) -> AsyncResult | DuplicateTaskError:
+    """Return the result of a call, or the error of a duplicate: the calls behind it are sent first."""
+    try:
+        return send(*args, **given)
+    except DuplicateTaskError as exc:
+        return exc
 
 
 class Singleton(Task):  # type: ignore[misc]
@@ -269,12 +283,13 @@ class Singleton(Task):  # type: ignore[misc]
             The results in the order of the calls; equal calls among them are duplicates of the first one.
 
         Raises:
-            Exception: as of ``apply_async``. Some calls may be sent by then, with ``overlap="raise"`` those after the
-                duplicate as well: call it again with the same ones, of which those are duplicates as long as they
-                wait or run.
+            DuplicateTaskError: a call with ``overlap="raise"`` is a duplicate, the first of them if there are several;
+                all other calls were sent.
+            Exception: as of ``apply_async``. Some calls may be sent by then: call it again with the same ones, of which
+                those are duplicates as long as they wait or run.
         """
-        results: list[AsyncResult] = []
-        waiting: list[tuple[Arguments | None, NamedArguments | None, Options]] = []
+        results: list[AsyncResult | DuplicateTaskError] = []
+        waiting: list[_Call] = []
         for args, kwargs, given in calls:
             options = given or {}
             if self._is_one_of_many(options):
@@ -282,8 +297,11 @@ class Singleton(Task):  # type: ignore[misc]
                 continue
             results += self._send_many(waiting, producer)
             waiting = []
-            results.append(self.apply_async(args, kwargs, **{"producer": producer, **options}))
+            results.append(_or_duplicate(self.apply_async, args, kwargs, **{"producer": producer, **options}))
         results += self._send_many(waiting, producer)
+        for result in results:
+            if isinstance(result, DuplicateTaskError):
+                raise result
         return results
 
     def _is_one_of_many(self, options: Options) -> bool:
@@ -296,11 +314,11 @@ class Singleton(Task):  # type: ignore[misc]
         )
 
     def _send_many(
-        self, calls: Sequence[tuple[Arguments | None, NamedArguments | None, Options]], producer: Producer | None
-    ) -> Iterator[AsyncResult]:
+        self, calls: Sequence[_Call], producer: Producer | None
+    ) -> Iterator[AsyncResult | DuplicateTaskError]:
         if not calls:
             return
-        planned: list[tuple[str, Overlap, dict[str, Any], Publish]] = []
+        planned: list[_Planned] = []
 
         def plans() -> Iterator[tuple[Plan, Publish]]:
             for args, kwargs, options in calls:
@@ -316,21 +334,30 @@ class Singleton(Task):  # type: ignore[misc]
 
         sent = 0
         for outcome in send_many(self, plans(), producer):
-            (args, kwargs, _), (task_id, overlap, given, publish) = calls[sent], planned[sent]
             sent += 1
-            if isinstance(outcome, Refused):
-                yield self._duplicate(outcome.holder, args, kwargs, overlap)
-            elif isinstance(outcome, LockBackendError):
-                if self.singleton_config.singleton_on_backend_error != "run":
-                    raise outcome
-                # Perhaps it is written, and has run by now: with a lock it would run again.
-                yield self._send_without_lock(task_id, publish, outcome)
-            elif outcome is not None:
-                yield outcome
-            else:
-                yield self.apply_async(args, kwargs, task_id, producer, overlap=overlap, **given)
-        for args, kwargs, options in calls[sent:]:  # after such an error
-            yield self.apply_async(args, kwargs, **{"producer": producer, **options})
+            yield _or_duplicate(self._result_of, outcome, calls[sent - 1], planned[sent - 1], producer)
+        for args, kwargs, options in calls[sent:]:  # the locks' server has not answered
+            yield _or_duplicate(self.apply_async, args, kwargs, **{"producer": producer, **options})
+
+    def _result_of(
+        self,
+        outcome: AsyncResult | Refused | LockBackendError | None,
+        call: _Call,
+        planned: _Planned,
+        producer: Producer | None,
+    ) -> AsyncResult:
+        """Return the result of one of many calls, once it is sent."""
+        (args, kwargs, _), (task_id, overlap, given, publish) = call, planned
+        if isinstance(outcome, Refused):
+            return self._duplicate(outcome.holder, args, kwargs, overlap)
+        if isinstance(outcome, LockBackendError):
+            if self.singleton_config.singleton_on_backend_error != "run":
+                raise outcome
+            # Perhaps it is written, and has run by now: with a lock it would run again.
+            return self._send_without_lock(task_id, publish, outcome)
+        if outcome is not None:
+            return outcome
+        return self.apply_async(args, kwargs, task_id, producer, overlap=overlap, **given)
 
     def _send_without_lock(self, task_id: str, publish: Publish, why: LockBackendError) -> AsyncResult:
         about = {"task": self.name, "id": task_id, "reason": why}

@@ -1004,6 +1004,21 @@ def test_an_option_of_one_of_many_calls_is_its_own(app, redis):
     assert values(redis) == [1, 3, 4]
 
 
+@pytest.mark.parametrize("case", ["one server", "hooks", "by itself"])
+def test_a_duplicate_among_many_calls_is_raised_after_all_others_were_sent(app, redis, case):
+    """Behind it in its write, in later ones, and where each call is sent by itself."""
+    task, number = define(app, overlap="raise"), 2 * MOST_MESSAGES + 9
+    app.conf.task_send_sent_event = case == "hooks"
+    task.delay(5)
+    options = {"add_to_parent": False} if case == "by itself" else {}
+
+    for _ in range(2):
+        with pytest.raises(DuplicateTaskError):
+            task.apply_async_many([((each,), None, options) for each in range(number)])
+
+    assert sorted(values(redis)) == [*range(number)]
+
+
 def test_many_calls_need_one_connection(server, redis):
     with apps(server.celery_url, broker_pool_limit=1) as app:
         task = define(app, overlap="cancel_other")
