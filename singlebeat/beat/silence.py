@@ -1,4 +1,4 @@
-"""Whether an entry is silent though beat does its work: its last runs failed, vanished or were skipped; pure."""
+"""Whether an entry is silent though beat does its work: its last runs failed, vanished, or did not begin; pure."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def silence(
     """
     if not entry.enabled or entry.policy.paused:
         return ""
-    found = _skipped(entry, own, recent) or _unsent(own.decisions)
+    found = _skipped(entry, own, recent) or _unsent(own.decisions) or _missed(own.decisions)
     decisions = [*own.decisions, *recent]
     found = found or (recorded and _vanished(entry, decisions, backlog, survived)) or _failed(own.ends)
     return found or _replaced(own.ends, decisions)
@@ -92,6 +92,13 @@ def _unsent(decisions: Sequence[Record]) -> str:
     if len(decisions) < LEAST_FAILED or any(record.decision != "publish_failed" for record in decisions):
         return ""
     return f"its last {len(decisions)} runs could not be sent: {decisions[0].reason}"
+
+
+def _missed(decisions: Sequence[Record]) -> str:
+    if len(decisions) < LEAST_FAILED or any(record.decision != "missed" for record in decisions):
+        return ""
+    last = decisions[0]
+    return f"its last {len(decisions)} runs were missed, the last one at {_moment(last.nominal)}: {last.reason}"
 
 
 def _failed(ends: Sequence[End]) -> str:

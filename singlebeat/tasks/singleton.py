@@ -20,7 +20,7 @@ from ..config import Config
 from ..errors import DuplicateTaskError, LockBackendError, UnusableLockError
 from ..locks import backend_of, delay_of
 from ..locks import time_to_start as seconds_to_start
-from ..locks.acquire import Refused, free, note, note_of_call, plan_call
+from ..locks.acquire import Refused, free, note, note_of_call, plan_call, unlocked_ticket
 from ..locks.base import (
     HEADER,
     RUN_HEADER,
@@ -59,12 +59,10 @@ Publish = Callable[..., AsyncResult]
 
 #: A call of ``apply_async_many``; and what its message is made from.
 _Call: TypeAlias = "tuple[Arguments | None, NamedArguments | None, Options]"
-_Planned: TypeAlias = tuple[str, Overlap, dict[str, Any], Publish]
+_Planned: TypeAlias = tuple[Ticket, Overlap, dict[str, Any], Publish]
 
 
-def _or_duplicate(
-    send: Callable[..., AsyncResult], *args: object, **options: object
-) -> AsyncResult | DuplicateTaskError:
+def _or_duplicate(send: Callable[..., AsyncResult], *args: Any, **given: Any) -> AsyncResult | DuplicateTaskError:
     """Return the result of a call, or the error of a duplicate: the calls behind it are sent first."""
     try:
         return send(*args, **given)
@@ -238,13 +236,14 @@ class Singleton(Task):  # type: ignore[misc]
             return self._duplicate(done, args, kwargs, overlap) if isinstance(done, Holder) else done
         if (run := own or self._replaced_run(task_id, args, kwargs, options)) is not None:
             return self._hand_over_and_send(run, options, publish)
+        key = str(self.generate_lock(self.name, args, kwargs))
+        plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=given, key=key, has_new_id=has_new_id)
         try:
-            plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=given, has_new_id=has_new_id)
             sent = send_call(self, plan, publish, producer, options)
         except LockBackendError as exc:
             if self.singleton_config.singleton_on_backend_error != "run":
                 raise
-            return self._send_without_lock(task_id, publish, exc)
+            return self._send_without_lock(unlocked_ticket(self, task_id, key, overlap), publish, exc)
         return self._duplicate(sent.holder, args, kwargs, overlap) if isinstance(sent, Refused) else sent
 
     def _publisher(
@@ -328,8 +327,11 @@ class Singleton(Task):  # type: ignore[misc]
                 overlap = overlap_for(self, given.pop("overlap", None))
                 about, is_new = {**given, "producer": producer}, not given_id
                 publish = self._publisher(args, kwargs, task_id, given)
-                planned.append((task_id, overlap, given, publish))
-                plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=about, has_new_id=is_new)
+                key = str(self.generate_lock(self.name, args, kwargs))
+                planned.append((unlocked_ticket(self, task_id, key, overlap), overlap, given, publish))
+                plan = plan_call(
+                    self, task_id, args, kwargs, overlap=overlap, options=about, key=key, has_new_id=is_new
+                )
                 yield plan, publish
 
         sent = 0
@@ -347,22 +349,22 @@ class Singleton(Task):  # type: ignore[misc]
         producer: Producer | None,
     ) -> AsyncResult:
         """Return the result of one of many calls, once it is sent."""
-        (args, kwargs, _), (task_id, overlap, given, publish) = call, planned
+        (args, kwargs, _), (ticket, overlap, given, publish) = call, planned
         if isinstance(outcome, Refused):
             return self._duplicate(outcome.holder, args, kwargs, overlap)
         if isinstance(outcome, LockBackendError):
             if self.singleton_config.singleton_on_backend_error != "run":
                 raise outcome
             # Perhaps it is written, and has run by now: with a lock it would run again.
-            return self._send_without_lock(task_id, publish, outcome)
+            return self._send_without_lock(ticket, publish, outcome)
         if outcome is not None:
             return outcome
-        return self.apply_async(args, kwargs, task_id, producer, overlap=overlap, **given)
+        return self.apply_async(args, kwargs, ticket.task_id, producer, overlap=overlap, **given)
 
-    def _send_without_lock(self, task_id: str, publish: Publish, why: LockBackendError) -> AsyncResult:
-        about = {"task": self.name, "id": task_id, "reason": why}
+    def _send_without_lock(self, ticket: Ticket, publish: Publish, why: LockBackendError) -> AsyncResult:
+        about = {"task": self.name, "id": ticket.task_id, "reason": why}
         log.warning("%(task)s[%(id)s] is sent without its lock", event="unlocked", **about)
-        return publish()
+        return publish(ticket)
 
     def _replaced_run(
         self, task_id: str, args: Arguments | None, kwargs: NamedArguments | None, options: Options

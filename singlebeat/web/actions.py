@@ -146,12 +146,14 @@ def ask_resume(board: Board, request: PageRequest, user: User) -> Page:
     """Show why an entry is paused, before it is resumed."""
     name = request.query.get("name")
     found = board.schedule(user).salvage(name)
-    return _confirm("resume.html", "Resume", "/resume", "Resume", name=name, note=found.wishes.get("note", ""))
+    shown = {"note": found.wishes.get("note", ""), "version": version_of(found)}
+    return _confirm("resume.html", "Resume", "/resume", "Resume", name=name, **shown)
 
 
 def resume(board: Board, request: PageRequest, user: User) -> PageReply:
     """End the pause of an entry."""
     name = request.changes.get("name")
+    _as_shown(board, user, name, request.changes.get("version"))
     was_paused = board.schedule(user).resume(name)
     return leads_to(request, "/entry", name=name, done="resumed" if was_paused else "not_paused")
 
@@ -167,7 +169,7 @@ def delete(board: Board, request: PageRequest, user: User) -> PageReply:
     """Delete an entry."""
     name = request.changes.get("name")
     schedule = board.schedule(user)
-    if not schedule.delete(name, found=_as_shown(board, request, user)):
+    if not schedule.delete(name, found=_as_shown(board, user, name, request.changes.get("version"))):
         raise ConflictError(f"there is no entry {name!r} any more")
     if left := schedule.foreign_key(name):
         return leads_to(request, "/", done="place_deleted", left=left[0])
@@ -181,13 +183,15 @@ def _stored(board: Board, user: User, name: str) -> Salvage | None:
     return None
 
 
-def _as_shown(board: Board, request: PageRequest, user: User) -> Salvage | None:
+def _as_shown(board: Board, user: User, name: str, version: str) -> Salvage | None:
     """Return the entry as it was when its user was asked; None if it was not stored then.
+
+    Args:
+        version: that the form has; empty if it has none.
 
     Raises:
         ConflictError: another process has changed it since.
     """
-    name, version = request.changes.get("name"), request.changes.get("version")
     found = _stored(board, user, name) if version else None
     if version and version != (version_of(found) or NO_ENTRY):
         raise ConflictError(f"another process has changed the entry {name!r} meanwhile: look at it before you go on")
@@ -301,7 +305,8 @@ def ask_revert(board: Board, request: PageRequest, user: User) -> Page:
 def revert(board: Board, request: PageRequest, user: User) -> PageReply:
     """Let an entry be again as it was before a change."""
     name = request.changes.get("name")
-    board.schedule(user).revert(name, request.changes.get("to"), found=_as_shown(board, request, user))
+    found = _as_shown(board, user, name, request.changes.get("version"))
+    board.schedule(user).revert(name, request.changes.get("to"), found=found)
     return leads_to(request, "/entry", name=name, done="reverted")
 
 
@@ -326,7 +331,7 @@ def pause_all(board: Board, request: PageRequest, user: User) -> PageReply:
 def ask_resume_all(board: Board, request: PageRequest, user: User) -> Page:
     """Show a pause of many entries before it is ended."""
     tag = request.query.get("tag") or None
-    pause = next((each for each in board.state.pauses if each.tag == tag), None)
+    pause = next((each for each in board.schedule(user).pauses() if each.tag == tag), None)
     if pause is None:
         raise ConflictError("that pause has ended")
     return _confirm("resume_all.html", "Resume many entries", "/resume-all", "Resume", pause=pause)
@@ -334,7 +339,12 @@ def ask_resume_all(board: Board, request: PageRequest, user: User) -> Page:
 
 def resume_all(board: Board, request: PageRequest, user: User) -> PageReply:
     """End a pause of many entries."""
-    board.schedule(user).resume_many(tag=request.changes.get("tag") or None)
+    tag, schedule = request.changes.get("tag") or None, board.schedule(user)
+    lasting = next((each for each in schedule.pauses() if each.tag == tag), None)
+    shown = request.changes.get("since")
+    if lasting is not None and shown and str(lasting.since) != shown:
+        raise ConflictError("that pause has ended, and another one has begun: look at it before you go on")
+    schedule.resume_many(tag=tag)
     return leads_to(request, "/", done="resume_all")
 
 
@@ -366,7 +376,10 @@ def ask_many(board: Board, request: PageRequest, user: User) -> Page:
     """Ask for the number of the selected entries."""
     what, names = _many(request.query, user)
     title = f"{MANY[what][0]} {len(names)} {'entry' if len(names) == 1 else 'entries'}"
-    return _confirm("many.html", title, "/many", MANY[what][0], do=what, names=names, danger=what == "delete")
+    stored = board.schedule(user).salvage_many(names)
+    versions = {name: version_of(stored.get(name)) or NO_ENTRY for name in names}
+    shown = {"do": what, "versions": versions, "danger": what == "delete"}
+    return _confirm("many.html", title, "/many", MANY[what][0], **shown)
 
 
 def act_on_many(board: Board, request: PageRequest, user: User) -> Page | PageReply:
@@ -375,11 +388,20 @@ def act_on_many(board: Board, request: PageRequest, user: User) -> Page | PageRe
     what, names = _many(form, user)
     if form.get("count").strip() != str(len(names)):
         raise EntryError(f"nothing was changed: type {len(names)}, the number of the selected entries")
+    versions = dict(zip(form.all("name"), form.all("version"), strict=False))
+
+    def as_shown(name: str) -> Salvage | None:
+        return _as_shown(board, user, name, versions.get(name, ""))
+
+    def resume_shown(name: str) -> None:
+        as_shown(name)
+        schedule.resume(name)
+
     acts: Mapping[str, Callable[[str], object]] = {
         "pause": lambda name: schedule.pause(name, form.get("note")),
-        "resume": schedule.resume,
+        "resume": resume_shown,
         "run": lambda name: schedule.trigger(name, timeout=PATIENCE),
-        "delete": schedule.delete,
+        "delete": lambda name: schedule.delete(name, found=as_shown(name)),
     }
     failed = {}
     for name in names:

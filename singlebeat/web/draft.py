@@ -256,7 +256,10 @@ class Draft:
 
     def merged(self, before: Draft, theirs: Draft) -> Draft:
         """Return this draft with the fields of another one that were not changed here."""
-        groups = [SCHEDULE, *((name,) for name in FIELDS if name not in SCHEDULE)]
+        when = SCHEDULE
+        if not {self.values["kind"], theirs.values["kind"]}.isdisjoint({"once", "rule"}):
+            when = (*SCHEDULE, "timezone")  # their texts are times of that zone
+        groups = [when, *((name,) for name in FIELDS if name not in when)]
         values = dict(self.values)
         for group in groups:
             if all(self.values[name] == before.values[name] for name in group):

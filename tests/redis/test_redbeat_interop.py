@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -317,6 +318,17 @@ def test_rescheduling_overwrites_no_run_in_between(ours, monkeypatch):
     entry.reschedule()
 
     assert Entry.from_key("redbeat:e", app=ours).total_run_count == 1
+
+
+@pytest.mark.parametrize("call", [lambda entry: entry.reschedule(), next])
+def test_rescheduling_goes_by_the_clock_of_the_server(ours, redis, monkeypatch, call):
+    entry = Entry("e", TASK, schedule(60), app=ours).save()
+    ahead = type("ahead", (datetime,), {"now": classmethod(lambda cls, tz=None: datetime.now(tz) + timedelta(hours=1))})
+    monkeypatch.setattr("singlebeat.beat.entries.entry.datetime", ahead)
+
+    call(entry)
+
+    assert abs(redis.zscore(SCHEDULE, "redbeat:e") - time.time() - 60) < 30
 
 
 @pytest.mark.parametrize("call", [lambda entry: entry.reschedule(), next])

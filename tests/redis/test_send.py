@@ -27,6 +27,7 @@ from redis import Redis
 from singlebeat import Singleton, outbox
 from singlebeat.errors import DuplicateTaskError, LockBackendError
 from singlebeat.locks import backend_of
+from singlebeat.locks.acquire import unlocked_ticket
 from singlebeat.locks.base import HEADER, Ref, Renewal
 from singlebeat.locks.key import behind_key, turn_key
 from singlebeat.locks.redis import SCRIPTS, RedisBackend
@@ -973,10 +974,29 @@ def test_calls_whose_write_was_not_answered_get_no_lock_a_second_time(server, re
         task.apply_async_many(calls_for(1, 2))
         assert proxy.lost > 1
 
-    sent = [(message["headers"]["id"], HEADER in message["headers"]) for message in messages(redis)[1:]]
-    assert sorted({is_ticket for _, is_ticket in sent}) == [False, True]
+    sent = [(message["headers"]["id"], "queued" in message["headers"][HEADER]) for message in messages(redis)[1:]]
+    assert sorted({is_without_lock for _, is_without_lock in sent}) == [False, True]
     assert len({task_id for task_id, _ in sent}) == 2
-    assert [is_ticket for _, is_ticket in sent].count(True) == 2
+    assert [is_without_lock for _, is_without_lock in sent].count(False) == 2
+
+
+@pytest.mark.parametrize("overlap", ["buffer_all", "buffer_one", "skip", "allow_all"])
+@pytest.mark.parametrize("many", [False, True])
+def test_a_call_that_is_sent_without_its_lock_keeps_its_own_policy(server, redis, overlap, many):
+    """The worker may reach the locks' server."""
+    conf = {"singleton_on_backend_error": "run", "singleton_backend_url": "redis://127.0.0.1:1"}
+    with apps(server.celery_url, **conf) as app:
+        task = define(app, overlap="buffer_all" if overlap == "skip" else "skip")
+        if many:
+            task.apply_async_many([([1], None, {"overlap": overlap}), ([1], None, {"overlap": overlap})])
+        else:
+            task.apply_async([1], overlap=overlap)
+
+        key = task.generate_lock(task.name, [1])
+        for message in messages(redis):
+            expected = unlocked_ticket(task, message["headers"]["id"], key, Overlap(overlap))
+            assert message["headers"][HEADER] == expected.header()
+        assert len(messages(redis)) == 1 + many
 
 
 def test_a_spoilt_lock_of_one_of_many_calls_lets_no_duplicate_run(server, redis):

@@ -53,6 +53,21 @@ CANVAS = {
 }
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"task": "shop.login", "args": ["u", "s3cret"], "kwargs": {"password": "s3cret"}}',
+        "x://u:s3cret@h",
+        "password=s3cret",
+    ],
+)
+def test_a_text_in_place_of_a_signature_is_refused_without_being_shown(app, text):
+    for value in (text, [text]):
+        with pytest.raises(EntryError, match="not among singlebeat_allowed_tasks") as refused:
+            check_allowed(entry_of(app, options={"link_error": value}), PATTERNS)
+        assert "s3cret" not in str(refused.value)
+
+
 @pytest.mark.parametrize("option", ["link", "link_error", "chain", "chord"])
 @pytest.mark.parametrize("made", CANVAS.values(), ids=CANVAS)
 def test_a_signature_in_the_options_is_found(app, option, made):

@@ -52,6 +52,16 @@ def failed(*outcomes: str, **fields: Any) -> str:
     return said(*map(end, outcomes), **fields)
 
 
+def test_runs_that_were_all_missed_are_said_with_the_last_reason():
+    missed = [unsent("missed"), unsent("missed")]
+
+    assert said(decisions=tuple(missed)) == (
+        "its last 2 runs were missed, the last one at 2026-12-01 12:00:00Z: TypeError('x')"
+    )
+    assert said(decisions=(missed[0],)) == ""
+    assert said(decisions=(*missed, sent(0))) == ""
+
+
 def test_runs_that_all_failed_are_said_with_the_last_reason():
     at = "the last one at 2026-12-01 12:00:00Z on w1"
 

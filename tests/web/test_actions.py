@@ -190,6 +190,10 @@ def test_several_entries_change_only_if_their_number_is_typed(visit, redis, sche
     page = visit()
     url = f"/many?do={what}&name=a&name=b&name=c/d"
     hidden = page.form(url)
+    names_of = re.findall(
+        r'name="name" value="([^"]*)"><input type="hidden" name="version" value="([^"]*)"', page.get(url).text
+    )
+    hidden["version"] = [version for _, version in names_of]
 
     def state():
         return [redis.hgetall(f"redbeat:{name}") for name in names]
@@ -235,6 +239,38 @@ def test_a_role_may_do_what_it_names_and_no_more(visit, schedule, e, user, passw
         if path not in allowed:
             token = page.form("/")
             assert page.post(path, data={**token, "name": "e"}).status_code == 403, path
+
+
+@pytest.mark.parametrize("what", ["delete", "resume"])
+@pytest.mark.parametrize("is_one", [True, False], ids=["one", "many"])
+def test_what_was_stored_after_a_form_was_shown_is_left_alone(visit, schedule, e, what, is_one):
+    page, many = visit(), {} if is_one else {"do": what, "count": "1"}
+    schedule.pause("e", "mine")
+    path = f"/{what}?name=e" if is_one else f"/many?do={what}&name=e"
+    form = page.form(path, **many)
+    schedule.resume("e")
+    schedule.pause("e", "of another operator")
+
+    answer = page.post(path.partition("?")[0], data=form, follow_redirects=False)
+
+    assert answer.status_code == 409
+    assert "has changed the entry" in answer.text
+    assert schedule.get("e").policy.paused
+    assert page.post(path.partition("?")[0], data=page.form(path, **many), follow_redirects=False).status_code == 303
+
+
+def test_a_late_resume_ends_no_newer_pause_of_many(visit, schedule, e):
+    page = visit()
+    schedule.pause_many(note="mine")
+    form = page.form("/resume-all")
+    schedule.resume_many()
+    schedule.pause_many(note="of another operator")
+
+    assert page.post("/resume-all", data=form, follow_redirects=False).status_code == 409
+
+    assert [pause.note for pause in schedule.pauses()] == ["of another operator"]
+    assert page.post("/resume-all", data=page.form("/resume-all"), follow_redirects=False).status_code == 303
+    assert schedule.pauses() == []
 
 
 def test_operators_may_not_delete_many(visit, schedule, e):

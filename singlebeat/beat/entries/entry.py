@@ -442,7 +442,9 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             entry = self.from_fields(key, definition, meta, policy, since, sent, app=self.app)
             entry.last_run_at, entry._since = moment, None
             entry.total_run_count += runs
-            row = (key, fields[:4], (definition, entry.meta.encode(), policy or "", ""), repr(entry.score))
+            due_at = entry.timetable.due_at(entry.meta.counts_from, self._now())  # not by this host's clock
+            place = repr(PARKED if due_at is None else due_at.timestamp())
+            row = (key, fields[:4], (definition, entry.meta.encode(), policy or "", ""), place)
             if write_fields(client, keys, [row], Author.of(self.app))[0]:
                 return entry.meta
         raise ConflictError(f"entry {self.name!r} cannot be stored: another process keeps changing it; try again")
