@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib.metadata
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,9 @@ from tests.support import ORACLE_DB, CeleryLauncher, Oracle, RedisServer
 
 pytest.register_assert_rewrite("tests.both_backends")
 pytest_plugins = ("tests.chaos_report",)
+
+# redis-py asks for its own version, which takes milliseconds, for each client that is made.
+importlib.metadata.version = functools.cache(importlib.metadata.version)
 
 settings.register_profile("slow machines", deadline=None)
 settings.load_profile("slow machines")

@@ -10,7 +10,7 @@ from .entries.definition import LONGEST_STEP_BACK, Meta
 from .entries.entry import PARKED
 from .entries.occurrence import Decision, DecisionType, Kind, Occurrence
 from .entries.timetable import Timetable
-from .leadership.clock_guard import WRONG_PAST
+from .leadership.clock_guard import WRONG_PAST, Jump
 from .store.claims import Claim, Stored
 
 __all__ = ("claim_for", "dropped")
@@ -19,7 +19,7 @@ __all__ = ("claim_for", "dropped")
 CATCH_UP_AFTER = timedelta(minutes=1)
 
 
-def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Claim:
+def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str, jump: Jump | None = None) -> Claim:
     """Decide what to do with an entry whose score says that it may be due; no I/O.
 
     Of all nominal times since the last run, only the latest one runs: its run stands for the others.
@@ -27,6 +27,7 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
     Args:
         zone: in which wall clocks are read, if the entry has no zone of its own.
         prefix: prefix of the schedule's keys.
+        jump: the last jump of the clock, if one is known.
     """
     entry, policy, past = stored.entry, stored.policy, stored.meta
     table = Timetable(entry.name, entry.schedule, policy, zone)
@@ -34,48 +35,45 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str) -> Cl
     may_be_less = stored.pending is not None and stored.pending.is_scheduled
     if policy.max_runs is not None and past.total_run_count >= policy.max_runs and not may_be_less:
         return Claim(stored, PARKED)
-    since, last = past.since, past.last_run_at
-    if since is not None and last is not None and since < last <= now:
-        if table.next(since) != last:  # a beat whose clock was behind took it for wrong
-            past = replace(past, since=None)
-        elif past.last_run == last or stored.pending is not None:
-            return _repeated(stored, last, table, prefix)
-        # Else a clock that was ahead has missed or skipped that time, which comes now.
+    last = past.last_run_at
+    if past.since is not None and last is not None and past.since < last <= now and jump and last in jump:
+        past = replace(past, since=None, ahead=None)  # a beat whose clock was behind took this time for wrong
     since = table.since(past.counts_from)
     if since is not None and since > now + (timedelta() if stored.score == WRONG_PAST else LONGEST_STEP_BACK):
-        upcoming, last = table.next(now), past.last_run_at
-        if upcoming is not None and upcoming == last and table.next(upcoming) is None:
-            if past.last_run == last or stored.pending is not None:
-                return Claim(stored, PARKED)  # its last time has already run, too early
-            last = None  # it was missed or skipped, and is yet to come
-        return Claim(stored, table.score(upcoming), replace(past, last_run_at=last, since=now))
+        upcoming, ahead = table.next(now), last if _was_sent(stored) else None
+        if ahead is not None and upcoming == ahead and table.next(ahead) is None:
+            return Claim(stored, PARKED)  # its last time has already run, too early
+        return Claim(stored, table.score(upcoming), replace(past, since=now, ahead=ahead))
     if since is None:  # as in RedBeat: the entry has never run, so it is due now
         nominal = table.first_at(datetime.fromtimestamp(stored.score, UTC) if stored.score > 0 else now, now)
     else:
         nominal = table.overdue(since, now)
     if nominal is None or nominal > now:  # the score was a guess of another beat or another program
         return Claim(stored, table.score(nominal or table.next(since or now)), past if past != stored.meta else None)
-    next_score, due = table.score(table.next(nominal)), table.due(nominal)
+    next_score, due, ahead = table.score(table.next(nominal)), table.due(nominal), past.ahead
+    ahead = ahead if ahead is not None and ahead >= nominal else None
     is_late = now - due > CATCH_UP_AFTER or (since is not None and table.next(since) != nominal)
     kind = Kind.CATCH_UP if is_late else Kind.SCHEDULED
     occurrence = Occurrence.of(prefix, entry.name, nominal, previous=past.last_run, kind=kind)
     count = past.total_run_count
+    if nominal == ahead:
+        why = "it was sent before, by a clock that was ahead"
+        repeated = Decision(entry.name, entry.task, occurrence, DecisionType.RUN_BEFORE, why)
+        return Claim(stored, next_score, Meta(nominal, count), decision=repeated)
     if (paused := _paused(stored, occurrence, now, due)) is not None:
         # Its time moves on, so that it does not catch up when it resumes.
-        passed = Meta(nominal, count) if past.last_run_at else Meta(None, count, nominal)
+        passed = Meta(nominal, count, ahead=ahead) if past.last_run_at else Meta(None, count, nominal)
         return Claim(stored, next_score, passed, decision=paused)
     if (too_late := _missed(stored, occurrence, now, due)) is not None:
-        return Claim(stored, next_score, Meta(nominal, count), decision=too_late)
-    return Claim(stored, next_score, Meta(nominal, count + 1), occurrence)
+        return Claim(stored, next_score, Meta(nominal, count, ahead=ahead), decision=too_late)
+    return Claim(stored, next_score, Meta(nominal, count + 1, ahead=ahead), occurrence)
 
 
-def _repeated(stored: Stored, nominal: datetime, table: Timetable, prefix: str) -> Claim:
-    """Return the claim of a time that comes again, because a clock that was ahead has sent it before."""
-    past, entry = stored.meta, stored.entry
-    occurrence = Occurrence.of(prefix, entry.name, nominal, previous=past.last_run)
-    why = "it was sent too early, by a clock that was ahead"
-    decision = Decision(entry.name, entry.task, occurrence, DecisionType.RUN_BEFORE, why)
-    return Claim(stored, table.score(table.next(nominal)), replace(past, since=None), decision=decision)
+def _was_sent(stored: Stored) -> bool:
+    """Return whether the last time of an entry was sent, or is about to be."""
+    last, pending = stored.meta.last_run_at, stored.pending
+    is_pending = pending is not None and last is not None and pending.nominal == last.timestamp()
+    return last is not None and (stored.meta.sent == last or is_pending)
 
 
 def dropped(stored: Stored, occurrence: Occurrence, now: datetime, *, zone: tzinfo) -> Decision | None:

@@ -21,7 +21,8 @@ ENTRY_FIELDS: Mapping[str, str] = {
     "meta": "Its past, as RedBeat writes it: JSON.",
     "policy": "Its policy, which you may write: JSON.",
     "pending": "The occurrence that is claimed and not yet confirmed: JSON.",
-    "since": "The time from which its next time counts, after its times were changed or a pause has ended.",
+    "since": "The time from which its next time counts, after its times were changed or a pause has ended; and one "
+    "that a clock which was ahead has sent.",
     "sent": "The nominal time of the last run of its schedule that was sent.",
     "history": "About the last four decisions about it.",
     "runs": "About the last four ends of its runs.",

@@ -344,7 +344,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         is_searching = self.lost_places.search()  # the next tick reads what it has found
         if not term.token and due.zone not in {None, str(app_zone(self.app))}:
             return interval  # beats of that zone do the work: each of our claims would be refused
-        scores = self.work.work_off(due, term, now)
+        scores = self.work.work_off(due, term, now, self.clock.jump)
         if due.statics_gone and self._stored:
             if self.statics.are_gone(self._stored):  # else another program has removed that key alone
                 self._note_loss("beat_schedule was installed, and is gone")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from .entries.occurrence import Decision
+    from .leadership.clock_guard import Jump
     from .leadership.lease import Term
     from .share import Share
 
@@ -63,10 +64,13 @@ class Tick:
         """Read one batch of due entries, and the pending occurrences to be retried, or all pending ones."""
         return self.store.due(now, share, all_pending=all_pending, start=self._left)
 
-    def work_off(self, due: Due, term: Term, now: datetime) -> list[float]:
+    def work_off(self, due: Due, term: Term, now: datetime, jump: Jump | None = None) -> list[float]:
         """Decide about one batch, send it, and return when entries that it has moved on or left waiting come next.
 
         Expensive entries are calculated when the occurrences of the others are sent.
+
+        Args:
+            jump: the last jump of the clock, if one is known.
         """
         time, taken_at, retry_at = self.store.calculating_time, monotonic(), self._retry_at()
         retaken = self._retake(due, term, retry_at)
@@ -78,7 +82,7 @@ class Tick:
             ranked[time.rank(stored.fields[0], stored.entry)].append(stored)
         upcoming, left = list[float](), due.passed
         for entries in (ranked[CHEAP], ranked[UNKNOWN] + ranked[EXPENSIVE]):
-            wanted, waiting = self._decide(entries, now)
+            wanted, waiting = self._decide(entries, now, jump)
             self.store.quarantine.settle()
             if not ready:  # no retaken ones
                 taken_at, retry_at = monotonic(), self._retry_at()  # the decisions may have taken long
@@ -118,7 +122,7 @@ class Tick:
         self._log(confirmation.decision for confirmation in confirmations)
         return confirmations
 
-    def _decide(self, entries: Sequence[Stored], now: datetime) -> tuple[list[Claim], int]:
+    def _decide(self, entries: Sequence[Stored], now: datetime, jump: Jump | None) -> tuple[list[Claim], int]:
         """Return a claim for each entry whose times can be calculated, and the number of expensive entries that wait.
 
         The others are quarantined.
@@ -130,7 +134,7 @@ class Tick:
             if not time.has_for(stored.fields[0], stored.entry):
                 waiting += 1  # it stays due
                 continue
-            again = partial(claim_for, stored, zone=zone, prefix=self.store.keys.prefix)
+            again = partial(claim_for, stored, zone=zone, prefix=self.store.keys.prefix, jump=jump)
             try:
                 with time.spent_on(stored.fields[0], stored.entry):
                     claims.append(again(now))

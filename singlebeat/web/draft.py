@@ -107,7 +107,8 @@ class Draft:
             values |= {"kind": "json", "json": _pretty(shown.get("schedule"))}
         for name in (*TEXTS, *NUMBERS, *INSTANTS):
             value = wishes.get(name)
-            values[name] = "" if value is None else str(value).removesuffix(".0")
+            text = "" if value is None else str(value)
+            values[name] = text.removesuffix(".0") if name in NUMBERS else text
         values["timezone"] = values["timezone"] or str(own or "")
         values["run_on_start"] = "on" if wishes.get("run_on_start") else ""
         values["tags"] = _of_tags(wishes.get("tags"))

@@ -143,10 +143,15 @@ def _draft_of(board: Board, found: Salvage) -> Draft:
 def _changes(before: Draft, draft: Draft, found: Salvage) -> Sequence[Change]:
     """Return the fields in which a draft differs from what is stored, those that could not be read among them."""
     changes = before.changes(draft)
+    problems = dict(found.problems)
+    for name, value in found.wishes.items():  # of which that of the policy names one
+        try:
+            EntryPolicy.of({name: value})
+        except EntryError as exc:
+            problems[name] = str(exc)
+            problems.pop("policy", None)
     named, texts = {change.field for change in changes}, draft.texts()
-    mended = [
-        Change(part, problem, texts.get(part, "")) for part, problem in found.problems.items() if part not in named
-    ]
+    mended = [Change(part, problem, texts.get(part, "")) for part, problem in problems.items() if part not in named]
     return [*changes, *mended]
 
 
@@ -182,11 +187,14 @@ def _keep(fields: dict[str, Any], wishes: dict[str, object], draft: Draft, shown
     for name in source.fields.keys() & fields.keys() - draft.errors.keys():
         if name in ("task", *IN_CALL) and draft.values[name] == shown.values[name]:
             fields[name] = source.fields[name]
-    if "schedule" in source.fields and draft.has_schedule_of(shown):
+    is_same = draft.has_schedule_of(shown)
+    if not is_same and wishes.get("timezone") is None:  # it may be shown as that of the former schedule
+        wishes["timezone"] = draft.values["timezone"].strip() or None
+    if "schedule" in source.fields and is_same:
         fields["schedule"] = source.fields["schedule"]
         draft.errors.pop("schedule", None)
     for name in source.problems.keys() & {"task", "schedule", *IN_CALL}:
-        is_left = draft.has_schedule_of(shown) if name == "schedule" else draft.values[name] == shown.values[name]
+        is_left = is_same if name == "schedule" else draft.values[name] == shown.values[name]
         if is_left:
             draft.errors[name] = f"{source.problems[name]}: give it anew"
 

@@ -79,6 +79,7 @@ def deliver(app: Celery) -> Iterator[Deliver]:
         yield deliver
     _state._set_current_app(None)
     gc.collect()  # results end their subscriptions, which they cannot once the server is gone
+    gc.freeze()  # what is left stays: the next test does not look through it again
 
 
 def same(user: Any) -> Any:

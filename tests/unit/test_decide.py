@@ -13,6 +13,8 @@ from singlebeat.beat.decide import claim_for
 from singlebeat.beat.entries.definition import Meta
 from singlebeat.beat.entries.occurrence import Occurrence
 from singlebeat.beat.entries.policy import EntryPolicy
+from singlebeat.beat.entries.timetable import Timetable
+from singlebeat.beat.leadership.clock_guard import Jump
 from singlebeat.beat.store.claims import Claim, Stored
 from tests.system.apps import make_app
 
@@ -71,12 +73,11 @@ def decide(app, when: BaseSchedule, *, last: datetime, now: datetime = NOW, **wi
 
 
 def claim_of(
-    app, when: BaseSchedule, past: Meta, now: datetime, *, is_pending: bool = False, **wishes: object
+    app, when: BaseSchedule, past: Meta, now: datetime, *, pending: Occurrence | None = None, jump: Jump | None = None
 ) -> Claim:
     entry = Entry("e", "shop.tick", when, app=app)
-    pending = Occurrence.of("", "e", NOW) if is_pending else None
-    stored = Stored(entry.key, NOW.timestamp(), (), entry, past, EntryPolicy.of(wishes), pending)
-    return claim_for(stored, now, zone=UTC, prefix="")
+    stored = Stored(entry.key, now.timestamp(), (), entry, past, EntryPolicy(), pending)
+    return claim_for(stored, now, zone=UTC, prefix="", jump=jump)
 
 
 @pytest.mark.parametrize(("kind", "each"), [(Estimating, 1), (Both, 2)])
@@ -143,28 +144,61 @@ def test_a_time_that_a_clock_ahead_has_missed_or_skipped_comes(app, when):
     assert claim.occurrence.nominal == NOW.timestamp()
 
 
-@pytest.mark.parametrize("overlap", ["skip", "allow_all"])
+AHEAD = NOW + 5 * HOUR  # the time that a clock which was ahead has decided
+
+
 @pytest.mark.parametrize("pending", [False, True])
-def test_a_time_that_a_clock_ahead_has_sent_is_not_sent_again(app, overlap, pending):
-    when, sent = crontab(hour=12, minute=0), NOW - DAY if pending else NOW
-    past = Meta(NOW, 3, since=NOW - 5 * HOUR, sent=sent)
+@pytest.mark.parametrize("when", [crontab(minute=0), crontab(minute=0, hour=17)], ids=["hourly", "daily"])
+def test_what_a_clock_ahead_has_sent_is_not_sent_again_and_all_other_times_come(app, when, pending):
+    times = [NOW + n * HOUR for n in range(1, 7)] if when.hour != {17} else [AHEAD, AHEAD + DAY]
+    past = Meta(AHEAD, 3, sent=None if pending else AHEAD)
+    claim = claim_of(app, when, past, NOW, pending=Occurrence.of("", "e", AHEAD) if pending else None)
+    assert (claim.occurrence, claim.decision) == (None, None)
 
-    claim = claim_of(app, when, past, NOW + SECOND, is_pending=pending, overlap=overlap)
+    found = []
+    for time in times:
+        stored = Meta.decode(claim.meta.encode(), claim.meta.encode_since(), repr((time - HOUR).timestamp()))
+        assert claim.next_score == time.timestamp()
+        claim = claim_of(app, when, stored, time + SECOND)
+        found.append("run" if claim.occurrence else claim.decision.outcome)
+        assert (claim.occurrence or claim.decision.occurrence).nominal == time.timestamp()
 
-    assert claim.occurrence is None
-    assert claim.decision is not None
-    assert (claim.decision.outcome, claim.decision.occurrence.nominal) == ("run_before", NOW.timestamp())
-    assert claim.next_score == (NOW + DAY).timestamp()
-    assert claim.meta == Meta(NOW, 3)
+    assert found == ["run_before" if time == AHEAD else "run" for time in times]
+    assert claim.meta.ahead is None
 
 
-@pytest.mark.parametrize("when", [schedule(3600), crontab(minute="5-59/20")], ids=["interval", "crontab"])
+@pytest.mark.parametrize("sent", [None, NOW - HOUR], ids=["by RedBeat", "earlier"])
+def test_a_time_that_was_not_sent_by_a_clock_ahead_comes(app, sent):
+    when = crontab(minute=0, hour=17)
+    reset = claim_of(app, when, Meta(AHEAD, 3, sent=sent), NOW)
+
+    claim = claim_of(app, when, Meta.decode(reset.meta.encode(), reset.meta.encode_since()), AHEAD + SECOND)
+
+    assert claim.occurrence is not None
+    assert claim.occurrence.nominal == AHEAD.timestamp()
+
+
+def test_times_that_no_beat_has_seen_after_a_clock_ahead_are_made_up_for(app):
+    reset = claim_of(app, crontab(minute=0), Meta(AHEAD, 3, sent=NOW), NOW)
+
+    claim = claim_of(app, crontab(minute=0), replace(reset.meta, sent=NOW), AHEAD + HOUR / 2)
+
+    assert claim.occurrence is not None
+    assert (claim.occurrence.nominal, claim.occurrence.kind) == (AHEAD.timestamp(), "catch_up")
+
+
+@pytest.mark.parametrize("when", [schedule(3600), crontab(minute="5-59/20"), crontab(minute=50)], ids=str)
 @pytest.mark.parametrize("sent", [None, NOW - 10 * MINUTE], ids=["never", "sent"])
 def test_a_clock_that_was_behind_for_a_moment_lets_nothing_come_again(app, when, sent):
     """It took the past of the entry for wrong."""
-    past = Meta(NOW - 10 * MINUTE, 1, since=NOW - 30 * DAY, sent=sent)
+    right = Meta(NOW - 10 * MINUTE, 1, sent=sent)
+    behind = NOW - 30 * DAY
+    reset = claim_of(app, when, right, behind)
+    jump = Jump(behind + MINUTE, NOW)
 
-    claim = claim_of(app, when, past, NOW)
+    claim = claim_of(app, when, replace(reset.meta, sent=sent), NOW, jump=jump)
 
-    assert (claim.occurrence, claim.decision, claim.meta) == (None, None, replace(past, since=None))
-    assert claim.next_score == (NOW + (5 if isinstance(when, crontab) else 50) * MINUTE).timestamp()
+    assert (claim.occurrence, claim.decision, claim.meta) == (None, None, right)
+    assert datetime.fromtimestamp(claim.next_score, UTC) == Timetable("e", when, EntryPolicy(), UTC).next(
+        right.last_run_at
+    )

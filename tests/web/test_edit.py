@@ -206,8 +206,13 @@ def test_a_schedule_without_its_package_is_not_replaced_by_another(page, redis, 
 
 @pytest.mark.parametrize(
     ("definition", "policy", "part"),
-    [({"enabled": "false"}, "", "enabled"), ({}, "x", "policy")],
-    ids=["enabled", "policy"],
+    [
+        ({"enabled": "false"}, "", "enabled"),
+        ({}, "x", "policy"),
+        ({}, '{"overlap": "Skip", "tags": "billing", "jitter": 5}', "overlap tags"),
+        ({}, '{"run_on_start": "false", "tags": "billing"}', "run_on_start tags"),
+    ],
+    ids=["enabled", "policy", "two parts", "two others"],
 )
 def test_what_a_saved_form_mends_is_among_the_changes(page, redis, definition, policy, part):
     broken = {"task": PLAIN, "schedule": {"__type__": "interval", "every": 60}, **definition}
@@ -217,8 +222,28 @@ def test_what_a_saved_form_mends_is_among_the_changes(page, redis, definition, p
     text = page.post("/edit", data=values(page.get("/edit?name=e").text) | {"do": "review"}).text
     assert save(page, "/edit?name=e").status_code == 303
 
-    assert re.findall(r"<dt>(\w+)</dt>", text) == [part]
+    assert sorted(re.findall(r"<dt>(\w+)</dt>", text)) == part.split()
     assert stored(redis, "e", "definition")["enabled"] is (part != "enabled")
+
+
+@pytest.mark.parametrize("path", ["/edit?name=e", "/edit?like=e"])
+def test_a_rule_that_becomes_a_cron_keeps_the_zone_that_is_shown(page, entries, redis, path):
+    rule = {"__type__": "rrule", "freq": "DAILY", "dtstart": FIRST.timestamp(), "dtstart_tz": "America/New_York"}
+    redis.hset("redbeat:e", "definition", json.dumps({"task": PLAIN, "schedule": rule}))
+    redis.zadd("redbeat::schedule", {"redbeat:e": time.time() + 10**6})
+    name = "e" if "name=" in path else "f"
+
+    assert save(page, path, name=name, kind="cron", hour="9", minute="0").status_code == 303
+
+    assert str(entries.get(name).policy.timezone) == "America/New_York"
+
+
+def test_a_note_is_shown_as_it_is(page, entries):
+    entries.upsert("e", PLAIN, 60, note="release 2.0", jitter=2)
+
+    form = values(page.get("/edit?name=e").text)
+
+    assert (form["note"], form["jitter"]) == ("release 2.0", "2")
 
 
 @pytest.mark.parametrize(

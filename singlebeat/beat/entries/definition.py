@@ -310,6 +310,8 @@ class Meta:
     total_run_count: int = 0
     #: Moment from which the next occurrence counts, if not from ``last_run_at``: the schedule has changed then.
     since: datetime | None = None
+    #: Nominal time, yet to come, of a run that a clock which was ahead has sent: it is not sent once more.
+    ahead: datetime | None = None
     #: Nominal time of its last run that was sent (``last_run_at`` includes skipped runs). None: unknown.
     sent: datetime | None = field(default=None, compare=False)
 
@@ -343,7 +345,7 @@ class Meta:
         raw = loads_object(since, "since")
         if _instant(raw, "last_run_at", "since") != past.last_run_at:
             return past  # RedBeat has run the entry since then, without writing this field
-        return replace(past, since=_instant(raw, "since", "since"))
+        return replace(past, since=_instant(raw, "since", "since"), ahead=_instant(raw, "ahead", "since"))
 
     @classmethod
     def _decode(cls, text: str) -> Meta:
@@ -372,15 +374,16 @@ class Meta:
         return COMMON_META % (*day, *clock, count)
 
     def encode_since(self) -> str:
-        """Return the ``since`` field of an entry, an empty string for none.
+        """Return the ``since`` field of an entry, with ``ahead``; an empty string for neither.
 
         It is a field of its own, because RedBeat crashes if ``since`` is in ``meta``. It holds only for the
         ``last_run_at`` that is stored beside it.
         """
-        if self.since is None:
+        if self.since is None and self.ahead is None:
             return ""
-        last = None if self.last_run_at is None else self.last_run_at.isoformat()
-        return json.dumps({"since": self.since.isoformat(), "last_run_at": last})
+        moments = {"since": self.since, "last_run_at": self.last_run_at}
+        moments |= {"ahead": self.ahead} if self.ahead is not None else {}
+        return json.dumps({name: moment and moment.isoformat() for name, moment in moments.items()})
 
 
 def _moment(seconds: str | None) -> datetime | None:

@@ -113,6 +113,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     last_run_at: datetime | None
     _made_at: datetime | None = None
     _since: datetime | None = None
+    _ahead: datetime | None = None
     _sent: datetime | None = None
 
     #: Key of the lock that all its runs acquire; None: unknown, or not always the same.
@@ -171,7 +172,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         """Return a copy with the given past."""
         entry = copy.copy(self)
         past = {"last_run_at": meta.last_run_at, "total_run_count": meta.total_run_count}
-        entry.__dict__.update(past, _since=meta.since, _sent=meta.sent, has_past=True)
+        entry.__dict__.update(past, _since=meta.since, _ahead=meta.ahead, _sent=meta.sent, has_past=True)
         return entry
 
     def count_from(self, now: datetime) -> None:
@@ -332,7 +333,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         last = self.last_run_at
         if last is not None:
             last = last.replace(tzinfo=last.tzinfo or UTC).astimezone(UTC)
-        return Meta(last, self.total_run_count, self._since, self._sent)
+        return Meta(last, self.total_run_count, self._since, self._ahead, self._sent)
 
     @property
     def due_at(self) -> datetime | None:

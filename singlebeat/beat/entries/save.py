@@ -264,7 +264,7 @@ def _wish(
             if stored is not None and wanted is not None:
                 own = zone() or entry.timetable.zone
                 before = replace(entry.timetable, schedule=stored.schedule, policy=wanted, zone=own)
-            past = _counted_from(past, _counts_from(before, entry.timetable, past, now, has_moved=has_moved))
+            past = replace(past, since=_counts_from(before, entry.timetable, past, now, has_moved=has_moved))
         if was_off_until is not None:
             past = entry.timetable.passed(past, was_off_until)
     is_broken = (definition and stored is None) or (meta and whole is None)
@@ -296,13 +296,6 @@ def _has_moved(entry: Entry, past: Meta | None, score: float | None, now: dateti
         return since is not None and abs(entry.timetable.score(entry.timetable.next(since)) - score) > PLACE_DIFFERS
     except Exception:  # which is found when it is due
         return False
-
-
-def _counted_from(past: Meta, since: datetime | None) -> Meta:
-    """Return a past that counts from another moment; of other times, a last one that is later is none."""
-    if since is not None and since != past.since and past.last_run_at is not None and since < past.last_run_at:
-        return replace(past, last_run_at=since, since=None)
-    return replace(past, since=since)
 
 
 def _counts_from(

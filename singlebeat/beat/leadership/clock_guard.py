@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import EntryError
 from ...log import LAST_INSTANT, Log
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..keys import Keys
     from .lease import Term
 
-__all__ = ("WRONG_PAST", "Clock", "latest_shown")
+__all__ = ("WRONG_PAST", "Clock", "Jump", "latest_shown")
 
 log = Log("celery.beat")
 
@@ -40,6 +40,17 @@ NOTE_TIME = script(__package__, "note_time")
 LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
+class Jump(NamedTuple):
+    """A step forward by which no beat has decided: the clock was behind before, or no beat led."""
+
+    before: datetime
+    after: datetime
+
+    def __contains__(self, moment: object) -> bool:
+        """Return whether a moment lies within it."""
+        return isinstance(moment, datetime) and self.before < moment <= self.after
+
+
 class Clock:
     """The latest time by which a leader has decided since it was last known to be right.
 
@@ -56,6 +67,7 @@ class Clock:
         self._latest = self._noted = LONG_AGO
         self._written: datetime | None = None  #: the time that this beat has stored last as the leader
         self._stored = ""  #: the time that is stored, as far as this beat knows
+        self.jump: Jump | None = None  #: the last one of more than ``LONGEST_STEP_BACK``
         self._waits = False  #: it was logged that entries wait for the clock to catch up
 
     def check(self, now: datetime, term: Term) -> datetime | None:
@@ -86,6 +98,8 @@ class Clock:
             about = {"before": self._latest, "now": now, "reason": "entries that were decided by then wait until then"}
             log.warning("beat: The clock was set back from %(before)s to %(now)s", event="clock_set_back", **about)
             self._retry_pending(now)
+        elif LONG_AGO < self._latest < now - LONGEST_STEP_BACK:
+            self.jump = Jump(self._latest, now)
         # The latest time, not the last: many small steps back are a large step.
         self._latest = max(self._latest, now)
         if self._waits and self._latest == now:
