@@ -361,8 +361,8 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
         case "missed":
             yield f"The run for {when} was missed: {record.reason}."
             yield (
-                "It was not sent in time: no beat led then, or the broker or the locks' server was unreachable. The "
-                "entry's policy allows no later run."
+                "It was not sent in time: no beat led then or it was busy, or the broker or the locks' server was "
+                "unreachable. The entry's policy allows no later run."
             ) + (
                 " Without misfire_grace_time, one run would have made up for all that were missed."
                 if "misfire_grace_time" in record.reason

@@ -257,9 +257,9 @@ class Draft:
 
     def merged(self, before: Draft, theirs: Draft) -> Draft:
         """Return this draft with the fields of another one that were not changed here."""
-        when = SCHEDULE
-        if not {self.values["kind"], theirs.values["kind"]}.isdisjoint({"once", "rule"}):
-            when = (*SCHEDULE, "timezone")  # their texts are times of that zone
+        is_mine = any(self.values[name] != before.values[name] for name in SCHEDULE)
+        kind = (self if is_mine else theirs).values["kind"]
+        when = (*SCHEDULE, "timezone") if kind in {"once", "rule"} else SCHEDULE  # texts that are times of that zone
         groups = [when, *((name,) for name in FIELDS if name not in when)]
         values = dict(self.values)
         for group in groups:

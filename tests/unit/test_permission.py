@@ -68,6 +68,20 @@ def test_a_text_in_place_of_a_signature_is_refused_without_being_shown(app, text
         assert "s3cret" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"subtask_type": {"password": "s3cret"}}, {"subtask_type": "password=s3cret"}, {"task": ["s3cret"]}],
+    ids=str,
+)
+def test_no_field_of_a_signature_that_cannot_be_checked_is_shown(app, wrong):
+    value = {"task": "shop.bill", "args": [], "kwargs": {}, "options": {}, **wrong}
+
+    with pytest.raises(EntryError) as refused:
+        check_allowed(entry_of(app, options={"link_error": [value]}), PATTERNS)
+
+    assert "s3cret" not in str(refused.value)
+
+
 @pytest.mark.parametrize("option", ["link", "link_error", "chain", "chord"])
 @pytest.mark.parametrize("made", CANVAS.values(), ids=CANVAS)
 def test_a_signature_in_the_options_is_found(app, option, made):

@@ -16,7 +16,7 @@ import pytest
 from celery.schedules import crontab, schedule
 from redbeat.schedules import rrule
 
-from singlebeat import Entry, Schedule
+from singlebeat import Entry, Schedule, clocked
 from singlebeat.beat.delivery import Reader
 from singlebeat.beat.entries.schedule_json import Encoder
 from singlebeat.diagnosis.workers import Workers
@@ -471,6 +471,37 @@ def test_of_two_people_the_second_sees_both_though_a_secret_has_changed(page, en
 
     assert answer.status_code == 409
     assert "s3cret" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "merged"),
+    [
+        # Both have changed the zone of a time: the text is of a zone, and is kept with it.
+        (
+            {"timezone": "Asia/Tokyo"},
+            {"timezone": "Europe/Berlin"},
+            {"once": "2030-01-01T09:00:00", "timezone": "Asia/Tokyo"},
+        ),
+        (
+            {"kind": "every", "every": "5"},
+            {"timezone": "Europe/Berlin"},
+            {"kind": "every", "timezone": "Europe/Berlin"},
+        ),
+        ({"note": "n"}, {"timezone": "Europe/Berlin"}, {"once": "2030-01-01T10:00:00", "timezone": "Europe/Berlin"}),
+    ],
+    ids=["both zones", "schedule and zone", "note and zone"],
+)
+def test_a_merge_keeps_a_time_with_the_zone_of_its_text(page, entries, mine, theirs, merged):
+    entries.upsert("e", PLAIN, clocked(datetime(2030, 1, 1, 9, tzinfo=UTC)))
+    form = values(page.get("/edit?name=e").text)
+    entries.upsert("e", PLAIN, clocked(datetime(2030, 1, 1, 9, tzinfo=UTC)), **theirs)
+
+    conflict = page.post("/edit", data=form | mine | {"do": "save"}).text
+
+    end = conflict.index("Keep theirs where")
+    kept = conflict[conflict.index('action="/edit"') : end]
+    found = dict(re.findall(r'<input type="hidden" name="([^"]+)" value="([^"]*)"', kept))
+    assert {name: found[name] for name in merged} == merged
 
 
 def test_a_merge_keeps_what_only_the_other_one_changed(page, entries):

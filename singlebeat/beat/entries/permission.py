@@ -152,8 +152,15 @@ def _tasks_of(signature: JsonObject) -> Iterator[str]:
 
 
 def _unchecked_error(value: object) -> EntryError:
-    if isinstance(value, Mapping):  # the message goes to logs: arguments may be secret
-        value = {name: value[name] for name in ("task", "subtask_type") if name in value}
-    elif isinstance(value, list | tuple):
-        value = type(value)
-    return EntryError(f"singlebeat_allowed_tasks cannot check the tasks in this value: {saferepr(value)}")
+    # The message goes to logs: arguments may be secret.
+    if isinstance(value, Mapping):
+        shown: object = {name: _named(value[name]) for name in ("task", "subtask_type") if name in value}
+    else:
+        shown = _named(value)
+    return EntryError(f"singlebeat_allowed_tasks cannot check the tasks in this value: {saferepr(shown)}")
+
+
+def _named(value: object) -> object:
+    """Return a name, a number or None as it is, of any other value its type."""
+    is_plain = PLAIN_NAME.fullmatch(value) if isinstance(value, str) else isinstance(value, int | float | None)
+    return value if is_plain else type(value)
