@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, tzinfo
@@ -18,6 +19,7 @@ from .security import RefusedError, Role, User
 from .versions import version_of
 
 if TYPE_CHECKING:
+    from ..beat.entries.pauses import Pause
     from ..beat.entries.salvage import Salvage
     from ..beat.explain import HeldLock
     from .board import Board
@@ -334,16 +336,22 @@ def ask_resume_all(board: Board, request: PageRequest, user: User) -> Page:
     pause = next((each for each in board.schedule(user).pauses() if each.tag == tag), None)
     if pause is None:
         raise ConflictError("that pause has ended")
-    return _confirm("resume_all.html", "Resume many entries", "/resume-all", "Resume", pause=pause)
+    shown = {"pause": pause, "text": _text_of(pause)}
+    return _confirm("resume_all.html", "Resume many entries", "/resume-all", "Resume", **shown)
+
+
+def _text_of(pause: Pause) -> str:
+    """Return a pause as a form keeps it, to know whether it is still the same."""
+    return json.dumps([str(pause.since), str(pause.until), pause.note, pause.by])
 
 
 def resume_all(board: Board, request: PageRequest, user: User) -> PageReply:
     """End a pause of many entries."""
     tag, schedule = request.changes.get("tag") or None, board.schedule(user)
     lasting = next((each for each in schedule.pauses() if each.tag == tag), None)
-    shown = request.changes.get("since")
-    if lasting is not None and shown and str(lasting.since) != shown:
-        raise ConflictError("that pause has ended, and another one has begun: look at it before you go on")
+    shown = request.changes.get("pause")
+    if lasting is not None and shown and _text_of(lasting) != shown:
+        raise ConflictError("another process has changed that pause meanwhile: look at it before you go on")
     schedule.resume_many(tag=tag)
     return leads_to(request, "/", done="resume_all")
 

@@ -112,7 +112,8 @@ class Draft:
         values["timezone"] = values["timezone"] or str(own or "")
         values["run_on_start"] = "on" if wishes.get("run_on_start") else ""
         values["tags"] = _of_tags(wishes.get("tags"))
-        return cls({name: text if name in AREAS else "".join(text.splitlines()) for name, text in values.items()})
+        whole = AREAS | {"name"}  # which is no input of a stored entry
+        return cls({name: text if name in whole else "".join(text.splitlines()) for name, text in values.items()})
 
     @property
     def is_usable(self) -> bool:
@@ -317,7 +318,7 @@ def _of_schedule(when: BaseSchedule, zone: tzinfo, *, is_own: bool) -> dict[str,
 
 
 def _of_rule(raw: Mapping[str, Any], zone: tzinfo, *, is_own: bool) -> dict[str, str]:
-    """Return the fields of a rule, empty if it has parts without a field, or is read on the clock of an offset."""
+    """Return the fields of a rule, empty if they cannot hold all of it, or if it is read on the clock of an offset."""
     given = {name: value for name, value in raw.items() if value is not None and name != "__type__"}
     ends = {"dtstart", "dtstart_tz", "until", "until_tz"}
     freq = given.get("freq")
@@ -325,6 +326,9 @@ def _of_rule(raw: Mapping[str, Any], zone: tzinfo, *, is_own: bool) -> dict[str,
         return {}
     start = datetime.fromtimestamp(given["dtstart"], zone)
     if not is_own and start.utcoffset() != timedelta(minutes=given.get("dtstart_tz", 0)):
+        return {}
+    moments = [datetime.fromtimestamp(given[name], UTC) for name in ("dtstart", "until") if name in given]
+    if any(_local(_shown_local(moment, zone), zone) != moment for moment in moments):  # in a repeated hour
         return {}
     fields = {"kind": "rule", "json": _pretty(raw)}
     for name in RULE:

@@ -19,12 +19,12 @@ from ..beat.entries.definition import why_too_deep
 from ..beat.entries.entry import NOTHING, Entry
 from ..beat.entries.policy import EntryPolicy
 from ..errors import ConflictError, EntryError, UnknownEntryError
-from ..masking import MaskError, masked
+from ..masking import MASK, MaskError, masked
 from .actions import Page, leads_to
 from .board import IN_CALL
 from .draft import FIELDS, FREQUENCIES, KINDS, UNITS, Change, Draft
 from .render import sentence
-from .versions import version_of
+from .versions import differences, version_of
 
 if TYPE_CHECKING:
     from celery.schedules import BaseSchedule
@@ -74,7 +74,7 @@ def save(board: Board, request: PageRequest, user: User) -> Page | PageReply:
     found, draft, before = _stored(board, user, name), Draft.of_form(form), _before(form)
     is_stored = not is_new and form.get("do") not in {"preview", "back"}
     if is_stored and version_of(found) != form.get("version"):  # first: masks stand for what was stored then
-        return _conflict(board, user, draft, before, found)
+        return _conflict(board, draft, before, found, form.get("version"))
     zone = _zone_of(board, draft)
     fields, wishes = draft.fields(zone), draft.wishes()
     source = found or (_stored(board, user, form.get("like")) if form.get("like") else None)
@@ -110,7 +110,7 @@ def save(board: Board, request: PageRequest, user: User) -> Page | PageReply:
             return Page("review.html", context)
         board.schedule(user).save(entry)
     except ConflictError:
-        return _conflict(board, user, draft, before, _stored(board, user, name))
+        return _conflict(board, draft, before, _stored(board, user, name), form.get("version"))
     except (EntryError, ValueError) as exc:
         draft.errors["whole"] = str(exc)
         found = None if is_new else found
@@ -289,13 +289,21 @@ def _form(
     return Page("edit.html", context)
 
 
-def _conflict(board: Board, user: User, draft: Draft, before: Draft, found: Salvage | None) -> Page:
-    """Show in three columns what the user began with, what the user wants, and what another process has stored."""
+def _conflict(board: Board, draft: Draft, before: Draft, found: Salvage | None, version: str) -> Page:
+    """Show in three columns what the user began with, what the user wants, and what another process has stored.
+
+    Args:
+        version: with which the user began.
+    """
     if found is None:
         raise ConflictError("the entry was deleted meanwhile: to store it again, duplicate it from its changes")
     theirs = _draft_of(board, found)
-    merged = draft.merged(before, theirs)
     began, mine, other = before.texts(), draft.texts(), theirs.texts()
+    for name in differences(version, version_of(found)):
+        # A mask would stand for what is stored now. What is no JSON has an error until it is replaced.
+        if name in IN_CALL and draft.values[name] != theirs.values[name]:
+            draft.values[name] = draft.values[name].replace(json.dumps(MASK), "<give this anew>")
+    merged = draft.merged(before, theirs)
     rows = [
         (name, began[name], mine[name], other[name]) for name in mine if not began[name] == mine[name] == other[name]
     ]

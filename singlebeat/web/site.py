@@ -134,7 +134,6 @@ class Site:
             "user": user,
             "Role": Role,
             "app": self.app.main or "",
-            "version": __version__,
             "cookie": self.token_field,
             "read_only": self.gate.read_only,
             "hide_arguments": self.board.hide_arguments,

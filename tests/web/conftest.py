@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,8 +23,10 @@ class Visitor(TestClient):
         """Return the hidden fields of the form that a page sends to its own address, and further fields."""
         page = self.get(path)
         assert page.status_code == 200, page.text
-        hidden = dict(re.findall(r'<input type="hidden" name="([^"]+)" value="([^"]*)"', page.text))
-        return hidden | fields
+        hidden: dict[str, Any] = {}
+        for name, value in re.findall(r'<input type="hidden" name="([^"]+)" value="([^"]*)"', page.text):
+            hidden.setdefault(name, []).append(html.unescape(value))
+        return {name: values[0] if len(values) == 1 else values for name, values in hidden.items()} | fields
 
     def submit(self, path: str, url: str = "", **fields: Any) -> Any:
         """Send the form of a page; return the answer to it, which is not followed."""

@@ -504,6 +504,61 @@ def test_a_merge_keeps_a_time_with_the_zone_of_its_text(page, entries, mine, the
     assert {name: found[name] for name in merged} == merged
 
 
+@pytest.mark.parametrize("button", [0, 1], ids=["merged", "mine"])
+@pytest.mark.parametrize(
+    ("field", "mine"), [("kwargs", '{"api_token": "**", "user": "ann"}'), ("args", '["a", {"password": "**"}]')]
+)
+def test_a_mask_in_a_merge_stands_for_no_secret_of_another(page, entries, button, field, mine):
+    old = {"kwargs": {"api_token": "s3cret", "user": "al"}, "args": ["b", {"password": "s3cret"}]}
+    entries.upsert("e", PLAIN, 60, **old)
+    form = values(page.get("/edit?name=e").text)
+    entries.upsert("e", PLAIN, 60, **json.loads(json.dumps(old).replace("s3cret", "s3cret of another")))
+    conflict = page.post("/edit", data=form | {field: mine, "do": "save"}).text
+    kept = conflict.split('action="/edit"')[1 + button]
+    found = {
+        name: html.unescape(value)
+        for name, value in re.findall(r'<input type="hidden" name="([^"]+)" value="([^"]*)"', kept)
+    }
+
+    answer = page.post("/edit", data=found | {"do": "review"})
+
+    assert answer.status_code == 422
+    assert f'id="e-{field}"' in answer.text
+    assert page.post("/edit", data=found | {"do": "save"}).status_code == 422
+    given = found[field].replace("<give this anew>", '"new"')
+    assert page.post("/edit", data=found | {field: given, "do": "save"}, follow_redirects=False).status_code == 303
+    assert "new" in json.dumps(getattr(entries.get("e"), field))
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\rb", "a\u2028b"], ids=ascii)
+def test_an_entry_with_a_line_break_in_its_name_is_edited_itself(page, entries, name):
+    for each in (name, "ab"):
+        entries.upsert(each, PLAIN, 60)
+
+    text = page.get("/edit", params={"name": name}).text
+    found = re.search(r'name="name\*?" value="([^"]*)"', text)[1]
+
+    assert found != "ab"
+    sent = {key: value for key, value in values(text).items() if not key.startswith("name")} | {"note": "mine"}
+    shown = re.search(r'<input type="hidden" (name="name\*?" value="[^"]*")', text)[1]
+    key, value = re.match(r'name="(name\*?)" value="([^"]*)"', shown).groups()
+    answer = page.post("/edit", data=sent | {key: html.unescape(value), "do": "save"}, follow_redirects=False)
+    assert answer.status_code == 303
+    assert [entries.get(each).policy.note for each in (name, "ab")] == ["mine", ""]
+
+
+def test_a_rule_that_begins_in_the_hour_that_comes_twice_stays_there(page, entries, redis):
+    start = datetime(2026, 11, 1, 6, 30, tzinfo=UTC)  # the second 01:30 in New York
+    rule = {"__type__": "rrule", "freq": "HOURLY", "interval": 3, "dtstart": start.timestamp()}
+    definition = {"task": PLAIN, "schedule": {**rule, "dtstart_tz": "America/New_York"}}
+    redis.hset("redbeat:e", "definition", json.dumps(definition))
+    redis.zadd("redbeat::schedule", {"redbeat:e": time.time() + 10**6})
+    form = values(page.get("/edit?name=e").text)
+
+    assert form["kind"] == "json"
+    assert json.loads(form["json"])["dtstart"] == start.timestamp()
+
+
 def test_a_merge_keeps_what_only_the_other_one_changed(page, entries):
     entries.upsert("e", PLAIN, 60, args=["a"], jitter=5)
     form = values(page.get("/edit?name=e").text)
