@@ -72,8 +72,9 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str, jump:
 def _was_sent(stored: Stored) -> bool:
     """Return whether the last time of an entry was sent, or is about to be."""
     last, pending = stored.meta.last_run_at, stored.pending
-    is_pending = pending is not None and last is not None and pending.nominal == last.timestamp()
-    return last is not None and (stored.meta.sent == last or is_pending)
+    if last is None or stored.meta.sent == last:
+        return last is not None
+    return pending is not None and pending.is_scheduled and pending.nominal == last.timestamp()
 
 
 def dropped(stored: Stored, occurrence: Occurrence, now: datetime, *, zone: tzinfo) -> Decision | None:

@@ -11,6 +11,7 @@ from ..errors import ConfigError
 from ..locks.modes import LockMode, is_singleton, overlap_for
 from ..overlap import Overlap
 from ..run_results import KEPT_ENDS, MESSAGE_LOST, REPLACED, RESULT_NOT_STORED
+from .entries.occurrence import Kind
 
 if TYPE_CHECKING:
     from .entries.entry import Entry
@@ -95,10 +96,11 @@ def _unsent(decisions: Sequence[Record]) -> str:
 
 
 def _missed(decisions: Sequence[Record]) -> str:
-    if len(decisions) < LEAST_FAILED or any(record.decision != "missed" for record in decisions):
+    scheduled = [record for record in decisions if record.kind in {Kind.SCHEDULED, Kind.CATCH_UP}]
+    if len(scheduled) < LEAST_FAILED or any(record.decision != "missed" for record in scheduled):
         return ""
-    last = decisions[0]
-    return f"its last {len(decisions)} runs were missed, the last one at {_moment(last.nominal)}: {last.reason}"
+    last = scheduled[0]
+    return f"its last {len(scheduled)} runs were missed, the last one at {_moment(last.nominal)}: {last.reason}"
 
 
 def _failed(ends: Sequence[End]) -> str:

@@ -292,7 +292,8 @@ class Ticket:
     @property
     def overtakes(self) -> bool:
         """Whether it takes its lock back from a newer call if the lock has ended while the message was queued."""
-        return self.queued == self.key and not self.joinable and not self.replaceable
+        is_retry = self.generation >= 1  # it waits for its turn behind a newer call that was sent
+        return self.queued == self.key and not (self.joinable or self.replaceable or is_retry)
 
     def delivered(self, nonce: str, *, serializer: str = "") -> Ticket:
         """Return the ticket of one delivery of the message."""

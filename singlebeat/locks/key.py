@@ -28,7 +28,6 @@ __all__ = (
     "digest",
     "done_key",
     "held_up_by",
-    "is_done_key",
     "is_encodable",
     "is_turn_key",
     "lock_key",
@@ -185,11 +184,6 @@ def turn_key(lock: str) -> str:
 def suspects_key(prefix: str) -> str:
     """Return the key that records the locks whose messages may be lost."""
     return f"{prefix}:suspects"
-
-
-def is_done_key(key: str) -> bool:
-    """Return whether a key has the form of ``done_key``."""
-    return key.endswith(":done") and _HASH_TAG.match(key) is not None
 
 
 def is_turn_key(key: str) -> bool:

@@ -382,11 +382,10 @@ class MemoryBackend(BaseBackend):
                 self._records.pop(lock, None)
 
     def clear(self, key_prefix: str) -> None:
-        """Free every lock under a prefix, regardless of its holder."""
+        """Free every lock under a prefix, regardless of its holder; which runs have ended stays known."""
         with self._mutex:
-            for kept in (self._records, self._done, self._unsent):
-                for key in [key for key in kept if key.startswith(key_prefix)]:
-                    del kept[key]
+            for key in [key for key in self._records if key.startswith(key_prefix)]:
+                del self._records[key]
 
     def locks(self, key_prefix: str) -> Iterator[tuple[str, Mapping[str, str]]]:
         """Yield every lock under a prefix and its record."""

@@ -22,7 +22,7 @@ from ..native_threads import is_native
 from ..outbox import SENT_FOR, SENT_KEY, Marker, database, senders
 from ..server_errors import with_advice
 from .base import UNTIL_UNLOCKED, BaseBackend, Call, Holder, Ref, Renewal, Sending, Verdict, from_ms, unusable
-from .key import behind_key, done_key, is_done_key, turn_key
+from .key import behind_key, done_key, turn_key
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -343,16 +343,13 @@ class RedisBackend(BaseBackend):
             self.redis.delete(lock)
 
     def clear(self, key_prefix: str) -> None:
-        """Free every lock under a prefix, regardless of its holder; other keys under the prefix stay."""
+        """Free every lock under a prefix, regardless of its holder; which runs have ended stays known."""
         with self._reaching():
-            ended = (key for key in self._keys(key_prefix, "ZSET") if is_done_key(key))
-            found = (each for key, _ in self.locks(key_prefix) for each in (key, done_key(key)))
-            for keys in (found, ended):
-                for page in _pages(keys):
-                    pipe = self.redis.pipeline(transaction=False)
-                    for key in page:
-                        pipe.unlink(key)
-                    pipe.execute()
+            for page in _pages(key for key, _ in self.locks(key_prefix)):
+                pipe = self.redis.pipeline(transaction=False)
+                for key in page:
+                    pipe.unlink(key)
+                pipe.execute()
 
     def locks(self, key_prefix: str) -> Iterator[tuple[str, Mapping[str, str]]]:
         """Yield every lock under a prefix and its record."""

@@ -1616,7 +1616,8 @@ def test_clear_frees_the_locks_of_its_prefix_and_no_others(backend, redis, prefi
 
     backend.clear(prefix)
 
-    assert set(redis.keys()) == set(others)
+    assert set(redis.keys()) == {*others, done_key(ended.key)}
+    assert begin(backend, ended).verdict is Verdict.DONE, "no copy of it runs"
 
 
 def test_clear_frees_more_locks_than_one_batch_holds(backend, redis):

@@ -1144,6 +1144,26 @@ def test_a_retry_of_a_plain_task_that_is_dropped_keeps_no_turn(app, deliver, red
     assert again not in renewer_of(app)._living()
 
 
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_retry_takes_no_lock_of_a_newer_call_that_was_sent(app, deliver, redis, base):
+    """Its run has ended and freed the lock, as after retry(throw=False); a newer call was sent with the lock then."""
+    task, key, ids = app.task(same, name="app.task", shared=False, **based(base)), "SINGLETONLOCK_a", [uuid(), uuid()]
+    about = {"task": "app.task", "arguments": ""}
+    run = Ref(key, ids[0], nonce="n")
+    backend_of(app).begin(run, lease=60, remember_for=60, **about)
+    backend_of(app).finish_many([run], remember_for=60)
+    backend_of(app).acquire_many([Call(Ref(key, ids[1]), ttl=60, **about)])
+    retry, newer = Ticket(ids[0], key, key, generation=1), Ticket(ids[1], key, key)
+
+    started(deliver(task, ["a"], id=ids[0], retries=1, **{HEADER: retry.header()}))
+
+    assert backend_of(app).get(key) == ids[1]
+    again = deliver(task)
+    assert again.id == ids[0], "it waits"
+    started(deliver(task, ["a"], id=ids[1], **{HEADER: newer.header()}))
+    assert app.AsyncResult(ids[1]).state == states.SUCCESS
+
+
 def test_an_unsendable_call_leaves_no_cycle(app, deliver, mute, other, no_collector):
     task_id = uuid()
 

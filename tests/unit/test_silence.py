@@ -58,7 +58,9 @@ def test_runs_that_were_all_missed_are_said_with_the_last_reason():
     assert said(decisions=tuple(missed)) == (
         "its last 2 runs were missed, the last one at 2026-12-01 12:00:00Z: TypeError('x')"
     )
-    assert said(decisions=(missed[0],)) == ""
+    manual = replace(sent(1), kind="manual")
+    assert said(decisions=(manual, *missed)).startswith("its last 2 runs were missed")
+    assert said(decisions=(missed[0],)) == said(decisions=(missed[0], manual)) == ""
     assert said(decisions=(*missed, sent(0))) == ""
 
 
