@@ -86,7 +86,8 @@ class Draft:
     @classmethod
     def of_form(cls, form: Fields) -> Self:
         """Return the draft that a form holds."""
-        return cls({name: form.get(name).replace("\r\n", "\n") for name in FIELDS})
+        sent = {name: form.get(name) for name in FIELDS}
+        return cls({name: text.replace("\r\n", "\n") if name in AREAS else text for name, text in sent.items()})
 
     @classmethod
     def of_entry(cls, found: Salvage, zone: tzinfo, shown: Mapping[str, object]) -> Self:

@@ -63,7 +63,7 @@ def ask(board: Board, request: PageRequest, user: User) -> Page:
     draft = Draft.new() if found is None else _draft_of(board, found)
     if like and not name:
         draft.values["name"] = ""
-        found = None
+        return _form(board, draft, found=None, before=draft, like_version=version_of(found))
     return _form(board, draft, found=found, before=draft)
 
 
@@ -81,6 +81,10 @@ def save(board: Board, request: PageRequest, user: User) -> Page | PageReply:
     fields |= _unmasked(board, draft, fields, source.fields if source is not None else {})
     if source is not None:
         _keep(fields, wishes, draft, _draft_of(board, source), source)
+        if found is None:
+            for part in differences(form.get("like_version"), version_of(source)):
+                if part in IN_CALL and json.dumps(MASK) in draft.values[part]:
+                    draft.errors[part] = f"{MASK} would stand for what the other entry has now: give it anew"
     if not name:
         draft.errors["name"] = "give the entry a name"
     if draft.errors or form.get("do") in {"preview", "back"}:
@@ -263,6 +267,7 @@ def _form(
     before: Draft,
     version: str | None = None,
     preview: Preview | None = None,
+    like_version: str = "",
 ) -> Page:
     """Return the form with a draft.
 
@@ -270,6 +275,7 @@ def _form(
         found: the stored entry that is edited; None: the entry is new.
         before: the draft with which the user began.
         version: of the stored entry at that time; by default of ``found``.
+        like_version: of the entry that is copied, as it is shown.
     """
     tasks = sorted(name for name in board.app.tasks if not name.startswith("celery."))
     context = {
@@ -284,6 +290,7 @@ def _form(
         "tasks": tasks[:MOST_TASKS],
         "zone": _zone_of(board, draft),
         "preview": preview,
+        "like_version": like_version,
         "problems": dict(found.problems) if found is not None else {},
     }
     return Page("edit.html", context)

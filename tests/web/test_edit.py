@@ -530,7 +530,7 @@ def test_a_mask_in_a_merge_stands_for_no_secret_of_another(page, entries, button
     assert "new" in json.dumps(getattr(entries.get("e"), field))
 
 
-@pytest.mark.parametrize("name", ["a\nb", "a\rb", "a\u2028b"], ids=ascii)
+@pytest.mark.parametrize("name", ["a\nb", "a\r\nb", "a\rb", "a\u2028b"], ids=ascii)
 def test_an_entry_with_a_line_break_in_its_name_is_edited_itself(page, entries, name):
     for each in (name, "ab"):
         entries.upsert(each, PLAIN, 60)
@@ -557,6 +557,22 @@ def test_a_rule_that_begins_in_the_hour_that_comes_twice_stays_there(page, entri
 
     assert form["kind"] == "json"
     assert json.loads(form["json"])["dtstart"] == start.timestamp()
+
+
+def test_a_mask_in_a_copy_stands_for_the_secret_that_was_shown(page, entries):
+    entries.upsert("e", PLAIN, 60, kwargs={"api_token": "s3cret", "user": "al"})
+    form = values(page.get("/edit?like=e").text) | {"name": "f"}
+    assert page.post("/edit", data=form | {"do": "save"}, follow_redirects=False).status_code == 303
+    assert entries.get("f").kwargs["api_token"] == "s3cret"
+    entries.upsert("e", PLAIN, 60, kwargs={"api_token": "of another", "user": "bob"})
+
+    answer = page.post("/edit", data=form | {"name": "g", "do": "save"}, follow_redirects=False)
+
+    assert answer.status_code == 422
+    assert 'id="e-kwargs"' in answer.text
+    again = values(answer.text) | {"kwargs": '{"api_token": "new"}', "do": "save"}
+    assert page.post("/edit", data=again, follow_redirects=False).status_code == 303
+    assert entries.get("g").kwargs == {"api_token": "new"}
 
 
 def test_a_merge_keeps_what_only_the_other_one_changed(page, entries):
