@@ -473,6 +473,41 @@ def test_a_leader_whose_clock_was_behind_for_a_moment_repeats_nothing(bench):
     assert bench.score() == pytest.approx(right)
 
 
+@pytest.mark.parametrize("restarts", [False, True], ids=["one beat", "restarted"])
+@pytest.mark.parametrize("case", ["ahead, missed", "ahead, sent", "behind, missed", "behind, sent"])
+def test_a_time_that_a_wrong_clock_has_decided_comes_once(bench, restarts, case):
+    """One that was decided by a right clock before the clock was behind for a moment does not come again."""
+    now = datetime.now(UTC).replace(microsecond=0)
+    due = now + timedelta(minutes=2)
+    grace = {"misfire_grace_time": 30} if "missed" in case else {}
+    daily = crontab(hour=due.hour, minute=due.minute)
+    due = due.replace(second=0)
+    bench.put(every=daily, last_run_at=due - 24 * HOUR, **grace)
+    late = due + HOUR / 60
+    moments = [now, now + 5 * HOUR, now, now + HOUR / 3600, due + HOUR / 3600]
+    if "behind" in case:
+        moments = [now, late, late - 5 * HOUR, late + HOUR / 3600, late + HOUR / 1800]
+
+    scheduler = bench.scheduler()
+    for moment in moments:
+        bench.tick(at=moment)
+        if restarts:
+            scheduler.close()
+            scheduler = bench.scheduler()
+
+    assert bench.names == (["e"] if case != "behind, missed" else [])
+    decisions = [record.decision for record in bench.schedule.history("e")][::-1]
+    assert (
+        decisions
+        == {
+            "ahead, missed": ["missed", "dispatched"],
+            "ahead, sent": ["dispatched", "run_before"],
+            "behind, missed": ["missed"],
+            "behind, sent": ["dispatched"],
+        }[case]
+    )
+
+
 def test_many_steps_back_count_as_one(bench):
     bench.put(every=HOUR)
     scheduler = bench.scheduler()

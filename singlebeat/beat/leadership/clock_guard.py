@@ -92,7 +92,7 @@ class Clock:
             self._written = None
         if now + LONGEST_STEP_BACK < self._latest:
             self._reschedule_ahead(now)
-            self._latest = now
+            self._latest, self.jump = now, None  # a jump was that of the wrong clock
         elif (self._latest - now).total_seconds() > UNFIT_FROM and not self._waits:
             self._waits = True
             about = {"before": self._latest, "now": now, "reason": "entries that were decided by then wait until then"}
