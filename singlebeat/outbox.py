@@ -216,7 +216,7 @@ class Marker:
         Raises:
             Exception: any error of the server's driver; if the user may not write it, it is also ruled out.
         """
-        if not anew and now - self.written_at < WRITTEN_FOR:
+        if self._is_known(now) and not anew:
             return
         try:
             client.set(self.name, self.value, px=round(MARKER_TTL * 1000))
@@ -232,9 +232,15 @@ class Marker:
         """Write it to the broker of a channel, as ``write`` does; another channel may lead elsewhere."""
         if self.channel is None or self.channel() is not channel:
             self.channel, self.value, self.written_at = weakref.ref(channel), uuid4().hex, -WRITTEN_FOR
+        if self._is_known(now) and not anew:  # to make a client takes longer than all else here
+            return
         # Not over ``channel.client``: after a question to workers, kombu's BRPOP for more replies is in flight there.
         with channel.conn_or_acquire() as client:
             self.write(client, now, prefix=channel.global_keyprefix, anew=anew)
+
+    def _is_known(self, now: float) -> bool:
+        """Return whether it was written lately."""
+        return now - self.written_at < WRITTEN_FOR
 
     def delete(self, client: RedisClient) -> None:
         """Delete it."""

@@ -22,6 +22,7 @@ from celery.signals import after_task_publish, before_task_publish
 from kombu import Connection, Exchange, Queue
 from kombu.exceptions import OperationalError
 from kombu.messaging import Producer
+from kombu.transport.redis import Channel
 from redis import Redis
 
 from singlebeat import Singleton, outbox
@@ -217,6 +218,16 @@ def test_a_call_that_replaces_others_evicts_them_in_the_same_write(app, redis):
 
     assert redis.hget(lock, "id") == second.id
     assert redis.zscore(f"{lock}:done", f"{first.id}:replaced") is not None
+
+
+def test_a_call_makes_no_client_of_the_broker_when_the_last_one_did(app, redis, monkeypatch):
+    task = define(app)
+    task.delay(1)
+    monkeypatch.setattr(Channel, "_create_client", None)  # takes longer than all else that a call does
+
+    task.delay(2)
+
+    assert values(redis) == [1, 2]
 
 
 def test_a_lock_that_changes_while_the_message_is_made_is_seen(app, redis, monkeypatch):
