@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from celery.schedules import BaseSchedule
 from ..beat.entries.policy import EntryPolicy
 from ..beat.entries.schedule_json import Decoder, Encoder, decode_schedule
 from ..errors import EntryError
+from ..masking import MASK
 
 if TYPE_CHECKING:
     from ..beat.entries.salvage import Salvage
@@ -53,6 +55,10 @@ FIELDS = (
 #: Those of several lines. A browser removes the line breaks of others.
 AREAS = frozenset({"args", "kwargs", "options", "json"})
 
+#: Those that are a date and time on a wall clock. A browser removes seconds that are 0.
+MOMENTS = frozenset({"once", "rule_dtstart", "rule_until"})
+WHOLE_MINUTE = re.compile(r"^(.*T\d\d:\d\d):00(\.0+)?$")
+
 
 class Change(NamedTuple):
     """A field that differs."""
@@ -87,7 +93,7 @@ class Draft:
     def of_form(cls, form: Fields) -> Self:
         """Return the draft that a form holds."""
         sent = {name: form.get(name) for name in FIELDS}
-        return cls({name: text.replace("\r\n", "\n") if name in AREAS else text for name, text in sent.items()})
+        return cls({name: _as_shown(name, text) for name, text in sent.items()})
 
     @classmethod
     def of_entry(cls, found: Salvage, zone: tzinfo, shown: Mapping[str, object]) -> Self:
@@ -113,8 +119,7 @@ class Draft:
         values["timezone"] = values["timezone"] or str(own or "")
         values["run_on_start"] = "on" if wishes.get("run_on_start") else ""
         values["tags"] = _of_tags(wishes.get("tags"))
-        whole = AREAS | {"name"}  # which is no input of a stored entry
-        return cls({name: text if name in whole else "".join(text.splitlines()) for name, text in values.items()})
+        return cls({name: text if name == "name" else _sent_back(name, text) for name, text in values.items()})
 
     @property
     def is_usable(self) -> bool:
@@ -140,7 +145,7 @@ class Draft:
             except (EntryError, ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError) as exc:
                 self.errors[name] = f"cannot be read: {type(exc).__name__}: {exc}"
                 continue
-            if not isinstance(value, kind):
+            if not isinstance(value, kind) and value != MASK:  # which stands for what is stored
                 self.errors[name] = f"must be a JSON {what}"
                 continue
             found[name] = value
@@ -270,12 +275,25 @@ class Draft:
         return Draft(values)
 
 
+def _sent_back(name: str, text: str) -> str:
+    """Return what a browser sends for the text of a field that is left as it is."""
+    text = text.encode(errors="replace").decode()  # half of a surrogate pair
+    return _as_shown(name, text if name in AREAS else "".join(text.splitlines()))
+
+
+def _as_shown(name: str, text: str) -> str:
+    """Return the text that the form shows for a text that a browser has sent."""
+    if name in AREAS:
+        return text.replace("\r\n", "\n")
+    return WHOLE_MINUTE.sub(r"\1", text) if name in MOMENTS else text
+
+
 def _of_tags(tags: object) -> str:
     """Return tags as they are shown: separated by commas, or as JSON if they hold a comma or space of their own."""
     if not isinstance(tags, Sequence) or isinstance(tags, str):
         return ""
     text = ", ".join(map(str, tags))
-    return text if _tags(text) == [*tags] else json.dumps(tags, ensure_ascii=False, default=str)
+    return text if _tags(text) == [*tags] else _json(tags, default=str)
 
 
 def _tags(text: str) -> Sequence[object]:
@@ -312,6 +330,8 @@ def _of_schedule(when: BaseSchedule, zone: tzinfo, *, is_own: bool) -> dict[str,
             return {**as_json, "kind": "cron", **texts}
         case "clocked":
             instant = datetime.fromisoformat(raw["instant"])
+            if not _is_shown(instant, zone):
+                return as_json
             return {**as_json, "kind": "once", "once": _shown_local(instant, zone)}
         case "rrule":
             return _of_rule(raw, zone, is_own=is_own) or as_json
@@ -329,7 +349,7 @@ def _of_rule(raw: Mapping[str, Any], zone: tzinfo, *, is_own: bool) -> dict[str,
     if not is_own and start.utcoffset() != timedelta(minutes=given.get("dtstart_tz", 0)):
         return {}
     moments = [datetime.fromtimestamp(given[name], UTC) for name in ("dtstart", "until") if name in given]
-    if any(_local(_shown_local(moment, zone), zone) != moment for moment in moments):  # in a repeated hour
+    if not all(_is_shown(moment, zone) for moment in moments):
         return {}
     fields = {"kind": "rule", "json": _pretty(raw)}
     for name in RULE:
@@ -374,9 +394,28 @@ def _shown_local(moment: datetime, zone: tzinfo) -> str:
     return moment.astimezone(zone).replace(tzinfo=None).isoformat(timespec="seconds")
 
 
+def _is_shown(moment: datetime, zone: tzinfo) -> bool:
+    """Return whether the form can show a moment: not its fraction of a second, nor an hour that comes twice."""
+    return _local(_shown_local(moment, zone), zone) == moment
+
+
 def _pretty(value: object) -> str:
-    flat = json.dumps(value, ensure_ascii=False, default=_as_json)
-    return flat if len(flat) <= 60 else json.dumps(value, indent=2, ensure_ascii=False, default=_as_json)
+    flat = _json(value, default=_as_json)
+    return flat if len(flat) <= 60 else _json(value, indent=2, default=_as_json)
+
+
+def _json(value: object, **options: Any) -> str:
+    """Return JSON as a person reads it; escaped if it has half of a surrogate pair, which no page can hold."""
+    text = json.dumps(value, ensure_ascii=False, **options)
+    return text if text.isascii() or _is_text(text) else json.dumps(value, **options)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _as_json(value: object) -> object:

@@ -51,7 +51,10 @@ def values(text: str) -> dict[str, Any]:
         if given.get("type") in {"checkbox", "radio"} and " checked" not in tag:
             continue
         if "name" in given:
-            found[given["name"]] = html.unescape(given.get("value", "on"))
+            text_ = html.unescape(given.get("value", "on"))
+            # "If the value is a valid local date and time string, then set it to a normalized" one: the shortest.
+            is_moment = given.get("type") == "datetime-local"
+            found[given["name"]] = re.sub(r"(:\d\d):00$", r"\1", text_) if is_moment else text_
     for name, text_ in re.findall(r'<textarea [^>]*name="(\w+)"[^>]*>\n?(.*?)</textarea>', form, re.DOTALL):
         found[name] = html.unescape(text_)
     for name, options in re.findall(r'<select [^>]*name="(\w+)"[^>]*>(.*?)</select>', form, re.DOTALL):
@@ -480,14 +483,14 @@ def test_of_two_people_the_second_sees_both_though_a_secret_has_changed(page, en
         (
             {"timezone": "Asia/Tokyo"},
             {"timezone": "Europe/Berlin"},
-            {"once": "2030-01-01T09:00:00", "timezone": "Asia/Tokyo"},
+            {"once": "2030-01-01T09:00", "timezone": "Asia/Tokyo"},
         ),
         (
             {"kind": "every", "every": "5"},
             {"timezone": "Europe/Berlin"},
             {"kind": "every", "timezone": "Europe/Berlin"},
         ),
-        ({"note": "n"}, {"timezone": "Europe/Berlin"}, {"once": "2030-01-01T10:00:00", "timezone": "Europe/Berlin"}),
+        ({"note": "n"}, {"timezone": "Europe/Berlin"}, {"once": "2030-01-01T10:00", "timezone": "Europe/Berlin"}),
     ],
     ids=["both zones", "schedule and zone", "note and zone"],
 )
@@ -557,6 +560,76 @@ def test_a_rule_that_begins_in_the_hour_that_comes_twice_stays_there(page, entri
 
     assert form["kind"] == "json"
     assert json.loads(form["json"])["dtstart"] == start.timestamp()
+
+
+def test_a_time_in_the_hour_that_comes_twice_stays_there(page, entries):
+    instant = datetime(2030, 10, 27, 1, 30, tzinfo=UTC)  # the second 02:30 in Berlin
+    entries.upsert("e", PLAIN, clocked(instant), timezone="Europe/Berlin")
+
+    assert save(page, "/edit?name=e", note="mine").status_code == 303
+
+    assert entries.get("e").schedule.instant == instant
+
+
+@pytest.mark.parametrize("path", ["/edit?name=e", "/edit?like=e"])
+@pytest.mark.parametrize(
+    "when", [clocked(FIRST.replace(year=2030)), rrule("DAILY", dtstart=FIRST, until=FIRST.replace(year=2040))]
+)
+def test_a_time_that_a_browser_shortens_is_not_changed(page, entries, redis, when, path):
+    entries.upsert("e", PLAIN, when)
+    before = stored(redis, "e", "definition")
+
+    answer = page.post("/edit", data=values(page.get(path).text) | {"name": "e", "note": "mine", "do": "review"})
+
+    if path == "/edit?name=e":
+        assert re.findall(r"<dt>(\w+)</dt>", answer.text) == ["note"]
+    save(page, path, name="f" if "like" in path else "e", note="mine")
+    changed = stored(redis, "f" if "like" in path else "e", "definition")
+    assert changed["schedule"] == before["schedule"]
+
+
+@pytest.mark.parametrize(
+    "when", [clocked(FIRST.replace(year=2030)), rrule("DAILY", dtstart=FIRST)], ids=["once", "rule"]
+)
+def test_a_merge_keeps_the_time_that_only_the_other_one_changed(page, entries, when):
+    entries.upsert("e", PLAIN, when)
+    form = values(page.get("/edit?name=e").text)
+    moved = (
+        clocked(FIRST.replace(year=2031)) if isinstance(when, clocked) else rrule("DAILY", dtstart=FIRST.replace(day=2))
+    )
+    entries.upsert("e", PLAIN, moved)
+
+    conflict = page.post("/edit", data=form | {"note": "mine", "do": "save"}).text
+
+    kept = conflict[conflict.index('action="/edit"') : conflict.index("Keep theirs where")]
+    found = {
+        name: html.unescape(value)
+        for name, value in re.findall(r'<input type="hidden" name="([^"]+)" value="([^"]*)"', kept)
+    }
+    assert page.post("/edit", data=found | {"do": "save"}, follow_redirects=False).status_code == 303
+    assert json.dumps(entries.get("e").schedule, cls=Encoder) == json.dumps(moved, cls=Encoder)
+    assert entries.get("e").policy.note == "mine"
+
+
+def test_half_of_a_surrogate_pair_stays_when_another_part_is_changed(page, entries, redis):
+    entries.upsert("e", PLAIN, 60, args=["ö \udc80"], tags=["\udc80"], note="\udc80 n")
+
+    assert save(page, "/edit?name=e", jitter="7").status_code == 303
+
+    assert stored(redis, "e", "definition")["args"] == ["ö \udc80"]
+    assert stored(redis, "e", "policy") == {"jitter": 7, "tags": ["\udc80"], "note": "\udc80 n"}
+    form = values(page.get("/edit?name=e").text)
+    save(page, "/edit?name=e", args=form["args"].replace("]", ", 2]"))
+    assert stored(redis, "e", "definition")["args"] == ["ö \udc80", 2]
+
+
+def test_arguments_that_are_masked_as_a_whole_stay_when_another_part_is_changed(page, entries):
+    entries.upsert("e", PLAIN, 60, kwargs={"redis://al:s3cret@host/0": 1})
+    assert "s3cret" not in values(page.get("/edit?name=e").text)["kwargs"]
+
+    assert save(page, "/edit?name=e", note="mine").status_code == 303
+
+    assert (entries.get("e").kwargs, entries.get("e").policy.note) == ({"redis://al:s3cret@host/0": 1}, "mine")
 
 
 def test_a_mask_in_a_copy_stands_for_the_secret_that_was_shown(page, entries):
