@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta, tzinfo
 from .entries.definition import LONGEST_STEP_BACK, Meta
 from .entries.entry import PARKED
 from .entries.occurrence import Decision, DecisionType, Kind, Occurrence
-from .entries.timetable import Timetable
+from .entries.timetable import TICK, Timetable
 from .leadership.clock_guard import WRONG_PAST, Jump
 from .store.claims import Claim, Stored
 
@@ -40,14 +40,17 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str, jump:
         past = replace(past, since=None, ahead=None)  # a beat whose clock was behind took this time for wrong
     since = table.since(past.counts_from)
     if since is not None and since > now + (timedelta() if stored.score == WRONG_PAST else LONGEST_STEP_BACK):
-        upcoming, ahead = table.next(now), last if _was_sent(stored) else None
-        if ahead is not None and upcoming == ahead and table.next(ahead) is None:
+        upcoming, ahead = table.next(now), _sent_ahead(stored, now)
+        is_sent = stored.pending is None
+        if ahead is not None and upcoming == ahead and table.next(ahead) is None and is_sent:
             return Claim(stored, PARKED)  # its last time has already run, too early
         return Claim(stored, table.score(upcoming), replace(past, since=now, ahead=ahead))
     if since is None:  # as in RedBeat: the entry has never run, so it is due now
         nominal = table.first_at(datetime.fromtimestamp(stored.score, UTC) if stored.score > 0 else now, now)
     else:
         nominal = table.overdue(since, now)
+        if nominal is not None and nominal == past.ahead:  # its run came too early to stand for those before it
+            nominal = table.latest(since, nominal - TICK) or nominal
     if nominal is None or nominal > now:  # the score was a guess of another beat or another program
         return Claim(stored, table.score(nominal or table.next(since or now)), past if past != stored.meta else None)
     next_score, due, ahead = table.score(table.next(nominal)), table.due(nominal), past.ahead
@@ -67,6 +70,12 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str, jump:
     if (too_late := _missed(stored, occurrence, now, due)) is not None:
         return Claim(stored, next_score, Meta(nominal, count, ahead=ahead), decision=too_late)
     return Claim(stored, next_score, Meta(nominal, count + 1, ahead=ahead), occurrence)
+
+
+def _sent_ahead(stored: Stored, now: datetime) -> datetime | None:
+    """Return the last time, yet to come, that clocks which were ahead have sent."""
+    sent = [stored.meta.last_run_at] if _was_sent(stored) else []
+    return max((time for time in (*sent, stored.meta.ahead) if time is not None and time > now), default=None)
 
 
 def _was_sent(stored: Stored) -> bool:

@@ -73,10 +73,12 @@ def confirm(redis: Redis, *, pending: str, limit: int = 10) -> tuple[list[str], 
         redis.hset("redbeat:e", "pending", pending)
         redis.zadd(PENDING, {"redbeat:e": 5})
     record = ["e", PLAIN, "2030-01-01", "scheduled", "paused", 'a "note"', "id", "3", "", "host:1", ""]
+    since = ["s", "new"] if pending else []
+    redis.hset("redbeat:e", "since", "s")
     return [PENDING, HISTORY, "redbeat:e"], [
         limit,
         600,
-        packed([("redbeat:e", pending, "", record, "5.5" if pending else "")]),
+        packed([("redbeat:e", pending, "", since, record, "5.5" if pending else "")]),
     ]
 
 
@@ -88,7 +90,9 @@ def dispatch(redis: Redis, *, only: str = "acquired", fence: str = "t") -> tuple
     redis.zadd(SCHEDULE, {"redbeat:f": 5})
     rows = [*json.loads(claims), ("redbeat:f", 5, sha_of(redis, "redbeat:f"), "7.25", "new", "", "p")]
     record = [PLAIN, "2030-01-01", "scheduled", "dispatched", "", "id", "3", "", "host:1", ""]
-    decisions = [(f"redbeat:{name}", pending, "", [name, *record], "5.5") for name, pending in (("e", "o"), ("f", "p"))]
+    decisions = [
+        (f"redbeat:{name}", pending, "", [], [name, *record], "5.5") for name, pending in (("e", "o"), ("f", "p"))
+    ]
     call = ("id", "0", 9000, 0, PLAIN, "", "", "", "e", only, "note")
     redis.mset({"broker": "1", "locks": "2"})
     where = ["broker", "locks", "sent", *keys[:3], HISTORY, PAUSES, "redbeat:e", "redbeat:f"]
@@ -105,7 +109,7 @@ def settle(redis: Redis, *, leads: int = 1) -> tuple[list[str], list[Any]]:
     redis.zadd(SCHEDULE, {"redbeat:f": 5})
     rows = [*json.loads(claims), ("redbeat:f", 5, sha_of(redis, "redbeat:f"), "7.25", "new", "", "p")]
     record = ["e", PLAIN, "2030-01-01", "scheduled", "paused", "", "id", "3", "", "host:1", ""]
-    decisions = packed([("redbeat:e", "", "", record, ""), ()])
+    decisions = packed([("redbeat:e", "", "", [], record, ""), ()])
     args = [token, retry_at, packed(rows), found, leads, 10, 600, decisions]
     return [*keys[:4], HISTORY, "redbeat:e", "redbeat:f"], args
 

@@ -633,6 +633,29 @@ def test_a_confirmation_may_change_the_past(store, claimed, redis):
     assert Meta.decode(redis.hget("redbeat:e", "meta")) == Meta(NOW, 0)
 
 
+@pytest.mark.parametrize("kind", [DecisionType.SKIPPED_OVERLAP, DecisionType.DISPATCHED])
+@pytest.mark.parametrize("edited", [False, True])
+def test_only_what_was_sent_by_a_clock_ahead_is_remembered(store, claimed, redis, app, kind, edited):
+    """The clock was set right while the occurrence was pending."""
+    claim = claimed(store)
+    ahead = replace(claim.meta, since=NOW - timedelta(hours=5), ahead=claim.meta.last_run_at)
+    redis.hset("redbeat:e", "since", ahead.encode_since())
+    stored = store.due(LATER, all_pending=True).recovered[0]
+    assert stored.meta.ahead == claim.meta.last_run_at
+    if edited:
+        redis.hset("redbeat:e", "since", edit := replace(ahead, since=NOW - timedelta(hours=4)).encode_since())
+
+    retaken = ClaimedOccurrence(stored, stored.pending, stored.meta)
+    store.confirm([retaken.confirmation(dispatched(claim, kind))], OFF)
+
+    if edited:
+        assert redis.hget("redbeat:e", "since") == edit
+    else:
+        expected = ahead if kind is DecisionType.DISPATCHED else replace(ahead, ahead=None)
+        found = Entry.from_key("redbeat:e", app=app).meta
+        assert (found.since, found.ahead) == (expected.since, expected.ahead)
+
+
 def test_a_confirmation_keeps_the_since_of_an_edit_meanwhile(store, claimed, redis, app):
     claim = claimed(store)
     Schedule(app).upsert("e", TASK, 7200)

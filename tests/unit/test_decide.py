@@ -13,7 +13,7 @@ from singlebeat.beat.decide import claim_for
 from singlebeat.beat.entries.definition import Meta
 from singlebeat.beat.entries.occurrence import Occurrence
 from singlebeat.beat.entries.policy import EntryPolicy
-from singlebeat.beat.entries.timetable import Timetable
+from singlebeat.beat.entries.timetable import PARKED, Timetable
 from singlebeat.beat.leadership.clock_guard import Jump
 from singlebeat.beat.store.claims import Claim, Stored
 from tests.system.apps import make_app
@@ -167,6 +167,15 @@ def test_what_a_clock_ahead_has_sent_is_not_sent_again(app, when, pending):
     assert claim.meta.ahead is None
 
 
+@pytest.mark.parametrize("pending", [False, True])
+def test_an_only_time_that_a_clock_ahead_has_sent_is_over_once_it_is_sent(app, pending):
+    past = Meta(AHEAD, 1, sent=None if pending else AHEAD)
+
+    claim = claim_of(app, clocked(AHEAD), past, NOW, pending=Occurrence.of("", "e", AHEAD) if pending else None)
+
+    assert claim.next_score == (AHEAD.timestamp() if pending else PARKED)
+
+
 @pytest.mark.parametrize("sent", [None, NOW - HOUR], ids=["by RedBeat", "earlier"])
 def test_a_time_that_was_not_sent_by_a_clock_ahead_comes(app, sent):
     when = crontab(minute=0, hour=17)
@@ -185,6 +194,34 @@ def test_times_that_no_beat_has_seen_after_a_clock_ahead_are_made_up_for(app):
 
     assert claim.occurrence is not None
     assert (claim.occurrence.nominal, claim.occurrence.kind) == (AHEAD.timestamp(), "catch_up")
+
+
+def test_a_time_before_that_which_a_clock_ahead_has_sent_is_made_up_for(app):
+    """For a run that came too early stands for none before it."""
+    when = crontab(minute=0, hour="16,17")
+    reset = claim_of(app, when, Meta(AHEAD, 3, sent=AHEAD), NOW)
+
+    first = claim_of(app, when, replace(reset.meta, sent=AHEAD), AHEAD + MINUTE)
+    then = claim_of(app, when, replace(first.meta, sent=AHEAD - HOUR), AHEAD + MINUTE)
+
+    assert first.occurrence is not None
+    assert (first.occurrence.nominal, first.occurrence.kind) == ((AHEAD - HOUR).timestamp(), "catch_up")
+    assert first.next_score == AHEAD.timestamp()
+    assert (then.occurrence, then.decision.outcome) == (None, "run_before")
+
+
+def test_a_clock_that_comes_right_in_two_steps_sends_the_last_time_once(app):
+    when = crontab(minute=0, hour="9,11")
+    day = NOW.replace(hour=0)
+    sent = [day + 2 * DAY + 9 * HOUR]
+    back = claim_of(app, when, Meta(sent[0], 1, sent=sent[0]), day + DAY + 10 * HOUR)
+    sent.append(day + DAY + 11 * HOUR)
+    run = claim_of(app, when, replace(back.meta, sent=sent[0]), sent[1] + MINUTE)
+    assert (run.occurrence.nominal, run.meta.ahead) == (sent[1].timestamp(), sent[0])
+
+    claim = claim_of(app, when, replace(run.meta, sent=sent[1]), day + 10 * HOUR)
+
+    assert claim.meta.ahead == sent[0]
 
 
 @pytest.mark.parametrize("when", [schedule(3600), crontab(minute="5-59/20"), crontab(minute=50)], ids=str)

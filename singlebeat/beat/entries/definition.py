@@ -363,7 +363,10 @@ class Meta:
 
     def without(self, occurrence: Occurrence) -> Meta | None:
         """Return the past without a claimed occurrence, None if the claim did not count the occurrence."""
-        return replace(self, total_run_count=self.total_run_count - 1) if occurrence.is_scheduled else None
+        if not occurrence.is_scheduled:
+            return None
+        is_ahead = self.ahead is not None and self.ahead.timestamp() == occurrence.nominal
+        return replace(self, total_run_count=self.total_run_count - 1, ahead=None if is_ahead else self.ahead)
 
     def encode(self) -> str:
         """Return the ``meta`` field of an entry, in UTC: local time is ambiguous when clocks go back."""

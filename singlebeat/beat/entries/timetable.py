@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = (
     "EPOCH",
     "PARKED",
+    "TICK",
     "Timetable",
     "as_listed",
     "is_listed_as_disabled",
@@ -180,7 +181,7 @@ class Timetable:
         since = self.since(counts_from)
         passed = None if since is None else self.latest(since, now)
         if since is not None and passed is not None and self.due(passed) > now:  # jitter delays it: it is yet to come
-            passed = self.latest(since, passed - timedelta(microseconds=1))
+            passed = self.latest(since, passed - TICK)
         return passed or counts_from or now
 
     def first_at(self, place: datetime, now: datetime) -> datetime | None:

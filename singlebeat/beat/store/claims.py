@@ -101,6 +101,7 @@ class Stored:
     def without_pending(self, meta: Meta) -> Stored:
         """Return the entry as it is stored once its pending occurrence is confirmed, with another past."""
         definition, _, policy, since, _ = self.fields
+        since = since if meta.ahead == self.meta.ahead else meta.encode_since()
         return replace(self, fields=(definition, meta.encode(), policy, since, ""), meta=meta, pending=None)
 
 
@@ -169,11 +170,12 @@ class _Row(NamedTuple):
     decision: Decision
     occurrence: str = ""  #: that is pending; empty if none was claimed
     meta: str = ""  #: empty if it stays as it is
+    since: tuple[str, ...] = ()  #: as it was read, and its new value; empty if it stays as it is
 
     def values(self, term: Term) -> tuple[object, ...]:
         """Return the row itself."""
-        decision = self.decision
-        return (self.member, self.occurrence, self.meta, decision.values(term.number, term.leader), decision.sent)
+        record = self.decision.values(term.number, term.leader)
+        return (self.member, self.occurrence, self.meta, self.since, record, self.decision.sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +189,12 @@ class Confirmation:
     @property
     def row(self) -> _Row:
         """The decision as ``confirm.lua`` takes it."""
-        past = "" if self.past is None else self.past.encode()
-        return _Row(self.stored.entry.key, self.decision, self.decision.occurrence.encode(), past)
+        row = _Row(self.stored.entry.key, self.decision, self.decision.occurrence.encode())
+        if self.past is None:
+            return row
+        is_sent_ahead = self.past.ahead == self.stored.meta.ahead
+        since = () if is_sent_ahead else (self.stored.fields[3], self.past.encode_since())
+        return row._replace(meta=self.past.encode(), since=since)
 
 
 class ClaimVerdict(StrEnum):

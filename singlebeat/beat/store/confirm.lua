@@ -14,6 +14,7 @@
 --             member      of the entry in pending: its key
 --             occurrence  JSON of the occurrence, as it was claimed; empty: no occurrence was claimed
 --             meta        new value; empty: leave it
+--             since       as it was read, and its new value, empty: delete it; an empty array, or another one is stored: leave it
 --             record      values, in the order of the names below
 --             sent        nominal time of the occurrence, as a string, if it is a sent run of the schedule; else empty
 --
@@ -29,8 +30,8 @@ local pending, history, limit, bytes = KEYS[1], KEYS[2], ARGV[1], ARGV[2]
 local done = {}  -- members that are pending no longer
 local refused  -- why the stream was not written
 
-local function confirm(entry, member, occurrence, meta, r, sent)
-  local stored = redis.pcall("HMGET", entry, "pending", "history")
+local function confirm(entry, member, occurrence, meta, since, r, sent)
+  local stored = redis.pcall("HMGET", entry, "pending", "history", "since")
   local is_hash = not stored.err
   local line = cjson.encode({r[3], r[4], r[5], r[6], r[7], r[8], r[9], r[10], r[11]}) .. "\n"
   if is_hash and stored[2] and not (occurrence ~= "" and stored[1] == occurrence) then
@@ -50,6 +51,13 @@ local function confirm(entry, member, occurrence, meta, r, sent)
     done[#done + 1] = member
   end
   local changes = meta ~= "" and {"meta", meta} or {}
+  if is_hash and since[1] and since[1] == stored[3] then
+    if since[2] == "" then
+      redis.call("HDEL", entry, "since")
+    else
+      changes[#changes + 1], changes[#changes + 2] = "since", since[2]
+    end
+  end
   if sent ~= "" then
     changes[#changes + 1], changes[#changes + 2] = "sent", sent
   end
