@@ -40,11 +40,13 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str, jump:
         past = replace(past, since=None, ahead=None)  # a beat whose clock was behind took this time for wrong
     since = table.since(past.counts_from)
     if since is not None and since > now + (timedelta() if stored.score == WRONG_PAST else LONGEST_STEP_BACK):
-        upcoming, ahead = table.next(now), _sent_ahead(stored, now)
-        is_sent = stored.pending is None
-        if ahead is not None and upcoming == ahead and table.next(ahead) is None and is_sent:
+        pending, upcoming = stored.pending, table.next(now)
+        if pending is not None and pending.is_scheduled and last is not None and pending.nominal == last.timestamp():
+            past = replace(past, sent=last)  # is about to be sent
+        past = past.counting_from(now, now)
+        if upcoming is not None and upcoming == past.ahead and table.next(upcoming) is None and pending is None:
             return Claim(stored, PARKED)  # its last time has already run, too early
-        return Claim(stored, table.score(upcoming), replace(past, since=now, ahead=ahead))
+        return Claim(stored, table.score(upcoming), past)
     if since is None:  # as in RedBeat: the entry has never run, so it is due now
         nominal = table.first_at(datetime.fromtimestamp(stored.score, UTC) if stored.score > 0 else now, now)
     else:
@@ -70,20 +72,6 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str, jump:
     if (too_late := _missed(stored, occurrence, now, due)) is not None:
         return Claim(stored, next_score, Meta(nominal, count, ahead=ahead), decision=too_late)
     return Claim(stored, next_score, Meta(nominal, count + 1, ahead=ahead), occurrence)
-
-
-def _sent_ahead(stored: Stored, now: datetime) -> datetime | None:
-    """Return the last time, yet to come, that clocks which were ahead have sent."""
-    sent = [stored.meta.last_run_at] if _was_sent(stored) else []
-    return max((time for time in (*sent, stored.meta.ahead) if time is not None and time > now), default=None)
-
-
-def _was_sent(stored: Stored) -> bool:
-    """Return whether the last time of an entry was sent, or is about to be."""
-    last, pending = stored.meta.last_run_at, stored.pending
-    if last is None or stored.meta.sent == last:
-        return last is not None
-    return pending is not None and pending.is_scheduled and pending.nominal == last.timestamp()
 
 
 def dropped(stored: Stored, occurrence: Occurrence, now: datetime, *, zone: tzinfo) -> Decision | None:

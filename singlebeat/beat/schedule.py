@@ -626,7 +626,8 @@ class Schedule:
         if not definition:
             raise EntryError(f"change {to!r} has added entry {name!r}, so there is no entry to go back to: delete it")
         past = _past(changes, at) if not stored[0] else {}
-        entry = Entry.from_fields(key, definition, past.get("meta"), policy, past.get("since"), app=self.app)
+        found_past = past.get("meta"), policy, past.get("since"), past.get("sent")
+        entry = Entry.from_fields(key, definition, *found_past, app=self.app)
         if not stored[0]:  # the times that have passed are not made up for
             entry = entry.letting_pass(self._now())
         entry.version = version
@@ -711,7 +712,7 @@ class Schedule:
             stored = EntryPolicy.decode(policy or "")
             if ends_pause and not stored.paused:
                 return False
-            meta, since, score = self._pass_times(name, found) if ends_pause else _UNCHANGED
+            meta, since, score = self._pass_times(name, fields) if ends_pause else _UNCHANGED
             wanted = (definition, meta, replace(stored, **wishes).encode(), since)
             row = (key, found, wanted, score)
             if write_fields(self._client, self.keys, [row], self.author, action=action, note=note)[0]:
@@ -730,10 +731,10 @@ class Schedule:
             due_at = entry.timetable.due_at(past.counts_from, now)
         except Exception:  # the entry is unusable; a user's own schedule may raise anything
             try:
-                before, due_at = Meta.decode(fields[1] or None, fields[3] or None), None
+                before, due_at = Meta.decode(fields[1] or None, fields[3] or None, fields[5]), None
             except EntryError:
                 return _UNCHANGED
-            past, score = replace(before, since=now), None
+            past, score = before.counting_from(now, now), None
         if past == before:
             return _UNCHANGED
         at = "" if score is None or score < 0 else repr(PARKED if due_at is None else due_at.timestamp())

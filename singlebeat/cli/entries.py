@@ -52,12 +52,13 @@ def readable_schedule(when: BaseSchedule) -> str:
 
 def as_mapping(entry: Entry) -> Mapping[str, Any]:
     """Return an entry as a mapping for JSON, with all of its arguments."""
-    since = entry.meta.since
+    past = entry.meta
+    more = {"since": past.since, "ahead": past.ahead, "sent": past.sent}
     return {
         "name": entry.name,
         "definition": json.loads(entry.encode()),
         "policy": json.loads(entry.policy.encode() or "{}"),
-        "meta": json.loads(entry.meta.encode()) | ({"since": since.isoformat()} if since else {}),
+        "meta": json.loads(past.encode()) | {name: at.isoformat() for name, at in more.items() if at is not None},
     }
 
 

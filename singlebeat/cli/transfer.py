@@ -141,7 +141,8 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], from_now: bool, dry_run
             read = _read(app, batch, problems, seen, now)
             ahead = {name: entry for name, entry in read.items() if _is_ahead(entry, now)}
             for name, entry in ahead.items():
-                read[name] = entry.with_past(Meta(None, entry.meta.total_run_count, now))
+                known = entry.meta.counting_from(now, now).ahead
+                read[name] = entry.with_past(Meta(None, entry.meta.total_run_count, now, known))
             for name in Statics(app, client).missing([*ahead]):  # others keep their past
                 warnings[name] = "its past in the file lies ahead of the server's clock: it counts from now"
             if from_now:

@@ -308,6 +308,33 @@ def test_a_change_after_the_clock_was_set_back_repeats_no_run(bench, new, ahead)
     assert (bench.score() < (now + ahead).timestamp()) is is_of_wrong_clock
 
 
+@pytest.mark.parametrize("was_sent", [False, True])
+@pytest.mark.parametrize("change", ["upsert", "import", "revert", "resume"])
+def test_a_change_before_a_beat_leads_knows_what_a_clock_ahead_has_sent(bench, change, was_sent):
+    ahead = datetime.now(UTC).replace(microsecond=0) + timedelta(days=1)
+    bench.put(every=crontab(minute=0), last_run_at=ahead)
+    if was_sent:
+        bench.redis.hset("redbeat:e", "sent", repr(ahead.timestamp()))
+
+    if change == "upsert":
+        bench.schedule.upsert("e", PLAIN, crontab(minute=30), args=["e"])
+    elif change == "import":
+        entry = bench.schedule.get("e").letting_pass(datetime.now(UTC))
+        entry.version = None
+        bench.redis.delete("redbeat:e")
+        bench.schedule.save(entry)
+    elif change == "revert":
+        bench.schedule.delete("e")
+        bench.schedule.revert("e", bench.schedule.changes("e", 1)[0].id)
+    else:
+        bench.redis.hset("redbeat:e", mapping={"definition": "{}", "policy": '{"paused": true}'})  # unusable
+        bench.schedule.resume("e")
+
+    past = Meta.decode(*bench.redis.hmget("redbeat:e", "meta", "since"))
+    assert past.counts_from < datetime.now(UTC) + timedelta(minutes=1)
+    assert past.ahead == (ahead if was_sent else None)
+
+
 @pytest.mark.parametrize("given", [{}, {"end_time": HOUR / 12}], ids=["once", "until an end"])
 def test_a_change_to_times_that_end_before_the_clock_has_caught_up_runs(bench, given):
     """They cannot have been decided: a schedule that waits for the clock would never run."""

@@ -503,6 +503,28 @@ def test_a_past_of_a_wrong_clock_silences_no_imported_entry(cli, app, redis, ben
     assert "late place" not in cli("list").output
 
 
+@pytest.mark.parametrize("has_led", [False, True], ids=["no beat has led since", "a beat has led since"])
+@pytest.mark.parametrize("was_sent", [False, True])
+def test_an_exported_entry_knows_what_a_clock_ahead_has_sent(cli, app, redis, bench, has_led, was_sent):
+    ahead = datetime.now(UTC).replace(microsecond=0) + timedelta(days=1)
+    Entry("e", TASK, clocked(ahead), app=app).save()
+    redis.hset("redbeat:e", "meta", (past := Meta(ahead, 1)).encode())
+    redis.hdel("redbeat:e", "since")
+    if was_sent:
+        redis.hset("redbeat:e", "sent", repr(ahead.timestamp()))
+    if has_led:
+        past = Entry.from_key("redbeat:e", app=app).meta.counting_from(datetime.now(UTC), datetime.now(UTC))
+        redis.hset("redbeat:e", "since", past.encode_since())
+    (row_of_entry,) = exported(cli)
+    redis.flushall()
+
+    cli("import", "-", stdin=json.dumps([row_of_entry]))
+
+    meta = Schedule(app).get("e").meta
+    assert meta.ahead == (ahead if was_sent else None)
+    assert meta.counts_from < datetime.now(UTC)
+
+
 def test_a_task_of_a_dump_may_start_in_the_year_1(cli, app, redis, bench):
     times = row("intervalschedule", 1, every=1, period="days")
     task = {"task": TASK, "interval": 1, "args": '["x"]', "start_time": "0001-01-01T00:00:00Z", "last_run_at": None}

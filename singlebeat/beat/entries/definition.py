@@ -328,6 +328,12 @@ class Meta:
         """
         return self.sent or (self.last_run_at if self.total_run_count else None)
 
+    def counting_from(self, since: datetime | None, now: datetime) -> Meta:
+        """Return the past of an entry that counts from a moment; what clocks that were ahead have sent stays known."""
+        sent = self.last_run_at if self.sent == self.last_run_at else None
+        known = (time for time in (sent, self.ahead) if time is not None and time > now)
+        return replace(self, since=since, ahead=max(known, default=None))
+
     @classmethod
     def decode(cls, text: str | None, since: str | None = None, sent: str | None = None) -> Meta:
         """Read the ``meta`` field of an entry, and its ``since`` and ``sent`` fields.
@@ -356,8 +362,9 @@ class Meta:
             raw = loads_object(text, "meta")
             runs = raw.get("total_run_count", 0)
             count = int(runs) if isinstance(runs, int | float) else 0
-            # ``export`` and the first singlebeat have written ``since`` into ``meta``.
-            return cls(_instant(raw, "last_run_at"), count, _instant(raw, "since"))
+            # ``export`` and the first singlebeat have written ``since`` into ``meta``, and ``export`` the others.
+            more = (_instant(raw, name) for name in ("since", "ahead", "sent"))
+            return cls(_instant(raw, "last_run_at"), count, *more)
         except (ValueError, OverflowError) as exc:
             raise EntryError(f"meta is out of range: {exc}") from exc
 

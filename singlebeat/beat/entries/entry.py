@@ -166,7 +166,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         since = now
         with suppress(Exception):  # a user's own schedule may raise anything
             since = self.timetable.without_passed(self.meta.counts_from, now)
-        return self.with_past(replace(self.meta, since=since))
+        return self.with_past(self.meta.counting_from(since, now))
 
     def with_past(self, meta: Meta) -> Entry:
         """Return a copy with the given past."""

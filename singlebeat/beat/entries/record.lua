@@ -5,7 +5,7 @@
 -- change, adds nothing else.
 --
 -- KEYS[1]  changes     stream: one record per change
--- KEYS[2]  entry       hash: meta, since, pending, backfill; recorded: digests of definition and policy as they were recorded last
+-- KEYS[2]  entry       hash: meta, since, sent, pending, backfill; recorded: digests of definition and policy as they were recorded last
 -- ARGV[1]  actor       who changes the entry
 -- ARGV[2]  by          by what means
 -- ARGV[3]  limit       records to keep; 0: keep none
@@ -36,7 +36,7 @@ local function add(actor, by, what, before, after, note, call)
     "before", cjson.encode(before), "after", cjson.encode(after), "note", note, unpack(call and {"call", call} or {}))
 end
 
-local stored = redis.pcall("HMGET", entry, "recorded", "meta", "since", "pending", "backfill")
+local stored = redis.pcall("HMGET", entry, "recorded", "meta", "since", "pending", "backfill", "sent")
 local recorded = stored[1] or ""
 if limit == "0" then  -- and what happens meanwhile is not taken for that of an unknown writer
   if recorded ~= "" then
@@ -67,7 +67,7 @@ if is_change then
   end
   if wanted == "" then
     before.meta, before.since = stored[2] or "", stored[3] or ""
-    before.pending, before.backfill = stored[4] or nil, stored[5] or nil
+    before.pending, before.backfill, before.sent = stored[4] or nil, stored[5] or nil, stored[6] or nil
   end
   add(ARGV[1], ARGV[2], action, before, after, ARGV[6], ARGV[11])
   added = added + 1

@@ -188,7 +188,7 @@ def _plan(
             if is_kept and stored is not None and not _has_later_past(entry, stored, now):
                 entry.version = wanted, policy or ""
             else:
-                wish = _wish(entry, wanted, member, fields[:4], score, now, pauses, zone, keep_disabled, has_moved)
+                wish = _wish(entry, wanted, member, fields, score, now, pauses, zone, keep_disabled, has_moved)
                 _check(entry, wish, now)
                 wishes[name] = wish
         except Exception as exc:  # a user's own schedule may raise anything: this must not harm other entries
@@ -210,7 +210,7 @@ def _wish(
     entry: Entry,
     encoded: str,
     member: str,
-    found: StoredFields,
+    fields: StoredFields,
     score: float | None,
     now: datetime,
     pauses: Callable[[], Pauses],
@@ -218,11 +218,11 @@ def _wish(
     keep_disabled: bool,
     has_moved: bool,
 ) -> _Wish:
-    definition, meta, policy, since = found
+    definition, meta, policy, since, _, sent, *_ = fields
     # Each is decoded on its own: a broken one is replaced, and the rest is kept.
     stored = _read(type(entry).decode, member, definition, entry.app) if definition else None
     wanted = _read(EntryPolicy.decode, policy or "")
-    whole = _read(Meta.decode, meta, since) if meta else None
+    whole = _read(Meta.decode, meta, since, sent) if meta else None
     past = whole or (_read(Meta.decode, meta) if meta else None)
     has_run_since = past is not None and _has_later_past(entry, past, now)
     if has_run_since:
@@ -264,7 +264,7 @@ def _wish(
             if stored is not None and wanted is not None:
                 own = zone() or entry.timetable.zone
                 before = replace(entry.timetable, schedule=stored.schedule, policy=wanted, zone=own)
-            past = replace(past, since=_counts_from(before, entry.timetable, past, now, has_moved=has_moved))
+            past = past.counting_from(_counts_from(before, entry.timetable, past, now, has_moved=has_moved), now)
         if was_off_until is not None:
             past = entry.timetable.passed(past, was_off_until)
     is_broken = (definition and stored is None) or (meta and whole is None)
@@ -273,7 +273,7 @@ def _wish(
     writes_past = moved or not meta
     return _Wish(
         member,
-        found,
+        fields[:4],
         _Fields(
             encoded,
             past.encode() if writes_past else False,

@@ -8,7 +8,6 @@ import shlex
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -289,18 +288,18 @@ class Statics:
 
         It is empty if the entry has no past, or none that can be read.
         """
-        definition, meta, policy, since = fields[:4]
+        definition, meta, policy, since, _, sent, *_ = fields
         if not meta:
             return ""
         key = self.keys.prefix + name
         with suppress(EntryError):
             return (
-                Entry.from_fields(key, definition, meta, policy, since, app=self.app)
+                Entry.from_fields(key, definition, meta, policy, since, sent, app=self.app)
                 .letting_pass(now)
                 .meta.encode_since()
             )
         with suppress(EntryError):
-            return replace(Meta.decode(meta, since), since=now).encode_since()
+            return Meta.decode(meta, since, sent).counting_from(now, now).encode_since()
         return ""
 
     def _unpark(self, names: Sequence[str], now: datetime) -> Sequence[str]:

@@ -15,7 +15,7 @@ from ...errors import EntryError
 from ..calendar.clocked import clocked, comes_once
 from ..calendar.recurrence import is_known, latest_occurrence, next_occurrence, starts_at
 from ..calendar.zone import in_utc, known_zone, named_zone
-from .definition import Meta
+from .definition import LONGEST_STEP_BACK, Meta
 from .policy import EntryPolicy
 
 if TYPE_CHECKING:
@@ -173,11 +173,14 @@ class Timetable:
     def without_passed(self, counts_from: datetime | None, now: datetime) -> datetime:
         """Return the moment from which an entry counts whose times that have passed are not made up for.
 
-        It is the last of these times, so that an interval keeps its pace. An entry that has never run counts from now.
+        It is the last of these times, so that an interval keeps its pace. An entry that has never run, or whose past comes
+        from a wrong clock, counts from now.
 
         Args:
             counts_from: the moment from which the entry counts if they are made up for; None: it has never run.
         """
+        if counts_from is not None and counts_from > now + LONGEST_STEP_BACK:
+            return now
         since = self.since(counts_from)
         passed = None if since is None else self.latest(since, now)
         if since is not None and passed is not None and self.due(passed) > now:  # jitter delays it: it is yet to come

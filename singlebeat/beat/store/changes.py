@@ -60,7 +60,7 @@ class Change:
         for name in self.before.keys() | self.after.keys():
             texts = self.before.get(name, ""), self.after.get(name, "")
             parts = [_parts(text) for text in texts]
-            if name in {"meta", "since", "pending", "backfill"}:
+            if name in {"meta", "since", "sent", "pending", "backfill"}:
                 continue
             if name not in _TEXTS or None in parts:
                 found[name] = texts[0] or None, texts[1] or None
