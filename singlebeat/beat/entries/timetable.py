@@ -173,8 +173,8 @@ class Timetable:
     def without_passed(self, counts_from: datetime | None, now: datetime) -> datetime:
         """Return the moment from which an entry counts whose times that have passed are not made up for.
 
-        It is the last of these times, so that an interval keeps its pace. An entry counts from now that has never run, or
-        has the past of a wrong clock.
+        It is the last of these times: an interval keeps its pace. An entry without a past, or with that of a wrong
+        clock, counts from now.
 
         Args:
             counts_from: the moment from which the entry counts if they are made up for; None: it has never run.
