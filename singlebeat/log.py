@@ -25,7 +25,7 @@ LONGEST_LINE = 10_000
 #: Matches from ``://user:`` to the last @ before a blank. If a password has a blank, it matches to the last @ of the
 #: line; a port after the colon is no password. A user name may have ``@`` and ``/``, and JSON may escape slashes.
 _PASSWORD = re.compile(
-    r"""(:\\?/\\?/[^:\s]*):(?:\S*@|(?!\d{1,5}(?:[/?\s'")\]},;.]|$)).*@)|(?i:(?<=[?&]password=))[^&\s'"]+"""
+    r"""(:\\{0,9}/\\{0,9}/[^:\s]*):(?:\S*@|(?!\d{1,5}(?:[/?\s'")\]},;.]|$)).*@)|(?i:(?<=[?&]password=))[^&\s'"]+"""
 )
 _QUOTE = re.compile(r"%\((\w+)\)")
 _KEY = re.compile(r"(?<=\S)=")

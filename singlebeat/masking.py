@@ -54,9 +54,9 @@ IN_TEXT = frozenset({"args", "kwargs", "argsrepr", "kwargsrepr", "link", "link_e
 #: Celery's tasks that call another one for each item of their second argument, ``it``.
 MAPPING = frozenset({"celery.map", "celery.starmap", "celery.chunks"})
 
-#: The part of a URL before its password, or before its port, whose slashes JSON may have escaped; a character that JSON
-#: has escaped; and the password in the query of a URL.
-_USER = re.compile(r":\\?/\\?/[^:\s]*:")
+#: The part of a URL before its password, or before its port: JSON may have escaped the slashes, and a repr these escapes.
+#: A character that JSON has escaped. The password in the query of a URL.
+_USER = re.compile(r":\\{0,9}/\\{0,9}/[^:\s]*:")
 _ESCAPED = re.compile(r"\\u00")
 _WORD = re.compile(r"\S+")
 _IN_QUERY = re.compile(r"[?&]password=", re.IGNORECASE)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta, tzinfo
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from zoneinfo import ZoneInfo
 
 from celery.schedules import BaseSchedule
 
@@ -258,15 +259,41 @@ class Draft:
         mine, theirs = self.texts(), other.texts()
         return [Change(name, mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]]
 
-    def has_schedule_of(self, other: Draft) -> bool:
-        """Return whether the schedule, and the zone in which it is read, are those of another draft."""
-        return all(self.values[name] == other.values[name] for name in (*SCHEDULE, "timezone"))
+    def zone(self, default: tzinfo) -> tzinfo:
+        """Return the zone in which it is read, the default if it names none that is known."""
+        try:
+            return ZoneInfo(self.values["timezone"].strip()) if self.values["timezone"].strip() else default
+        except Exception:  # ZoneInfo raises five different errors; the field has an error then
+            return default
 
-    def merged(self, before: Draft, theirs: Draft) -> Draft:
-        """Return this draft with the fields of another one that were not changed here."""
+    def has_schedule_of(self, other: Draft, *, but_zone: bool = False) -> bool:
+        """Return whether the schedule is that of another draft, and so is the zone in which it is read.
+
+        Args:
+            but_zone: the zone may be another one.
+        """
+        names = SCHEDULE if but_zone else (*SCHEDULE, "timezone")
+        return all(self.values[name] == other.values[name] for name in names)
+
+    def _moments(self, default: tzinfo) -> Sequence[object]:
+        """Return the fields of the schedule, with instants in the place of times of a zone."""
+        zone, found = self.zone(default), dict[str, object](self.values)
+        for name in MOMENTS:
+            with suppress(EntryError):
+                found[name] = _local(self.values[name], zone)
+        return [found[name] for name in SCHEDULE]
+
+    def merged(self, before: Draft, theirs: Draft, zone: tzinfo) -> Draft:
+        """Return this draft with the fields of another one that were not changed here.
+
+        Args:
+            zone: in which drafts are read that have no zone of their own.
+        """
         is_mine = any(self.values[name] != before.values[name] for name in SCHEDULE)
         kind = (self if is_mine else theirs).values["kind"]
-        when = (*SCHEDULE, "timezone") if kind in {"once", "rule"} else SCHEDULE  # texts that are times of that zone
+        is_theirs = not is_mine and theirs._moments(zone) != before._moments(zone)
+        # Texts that are times of a zone are kept with it, unless one has changed the schedule, and the other the zone.
+        when = (*SCHEDULE, "timezone") if kind in {"once", "rule"} and not is_theirs else SCHEDULE
         groups = [when, *((name,) for name in FIELDS if name not in when)]
         values = dict(self.values)
         for group in groups:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from datetime import datetime, tzinfo
 from itertools import islice
 from typing import TYPE_CHECKING, Any
-from zoneinfo import ZoneInfo
 
 from ..beat.calendar.shifts import effects
 from ..beat.calendar.words import in_words
@@ -75,7 +74,7 @@ def save(board: Board, request: PageRequest, user: User) -> Page | PageReply:
     is_stored = not is_new and form.get("do") not in {"preview", "back"}
     if is_stored and version_of(found) != form.get("version"):  # first: masks stand for what was stored then
         return _conflict(board, draft, before, found, form.get("version"))
-    zone = _zone_of(board, draft)
+    zone = draft.zone(board.zone)
     fields, wishes = draft.fields(zone), draft.wishes()
     source = found or (_stored(board, user, form.get("like")) if form.get("like") else None)
     fields |= _unmasked(board, draft, fields, source.fields if source is not None else {})
@@ -126,8 +125,8 @@ def preview(board: Board, request: PageRequest, user: User) -> Page:
     """Show what a draft would do; for a form that is being filled in."""
     draft = Draft.of_form(request.changes)
     with suppress(EntryError, ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError):
-        return Page("preview.html", {"preview": _preview(board, draft, draft.schedule(_zone_of(board, draft)))})
-    draft.fields(_zone_of(board, draft))
+        return Page("preview.html", {"preview": _preview(board, draft, draft.schedule(draft.zone(board.zone)))})
+    draft.fields(draft.zone(board.zone))
     return Page("preview.html", {"preview": None, "why": draft.errors.get("schedule", "")})
 
 
@@ -168,13 +167,6 @@ def _before(form: Fields) -> Draft:
         return Draft.new()
 
 
-def _zone_of(board: Board, draft: Draft) -> tzinfo:
-    try:
-        return ZoneInfo(draft.values["timezone"].strip()) if draft.values["timezone"].strip() else board.zone
-    except Exception:  # ZoneInfo raises five different errors; the field has an error then
-        return board.zone
-
-
 def _keep(fields: dict[str, Any], wishes: dict[str, object], draft: Draft, shown: Draft, source: Salvage) -> None:
     """Let each field whose text is as it was shown keep its stored value, of which the text may hold only a part.
 
@@ -191,7 +183,8 @@ def _keep(fields: dict[str, Any], wishes: dict[str, object], draft: Draft, shown
     for name in source.fields.keys() & fields.keys() - draft.errors.keys():
         if name in ("task", *IN_CALL) and draft.values[name] == shown.values[name]:
             fields[name] = source.fields[name]
-    is_same = draft.has_schedule_of(shown)
+    is_zone_known = source.timezone is not None or not shown.values["timezone"]
+    is_same = draft.has_schedule_of(shown, but_zone=not is_zone_known)
     if not is_same and wishes.get("timezone") is None:  # it may be shown as that of the former schedule
         wishes["timezone"] = draft.values["timezone"].strip() or None
     if "schedule" in source.fields and is_same:
@@ -288,7 +281,7 @@ def _form(
         "units": UNITS,
         "frequencies": FREQUENCIES,
         "tasks": tasks[:MOST_TASKS],
-        "zone": _zone_of(board, draft),
+        "zone": draft.zone(board.zone),
         "preview": preview,
         "like_version": like_version,
         "problems": dict(found.problems) if found is not None else {},
@@ -306,11 +299,12 @@ def _conflict(board: Board, draft: Draft, before: Draft, found: Salvage | None, 
         raise ConflictError("the entry was deleted meanwhile: to store it again, duplicate it from its changes")
     theirs = _draft_of(board, found)
     began, mine, other = before.texts(), draft.texts(), theirs.texts()
+    merged = draft.merged(before, theirs, board.zone)
     for name in differences(version, version_of(found)):
         # A mask would stand for what is stored now. What is no JSON has an error until it is replaced.
-        if name in IN_CALL and draft.values[name] != theirs.values[name]:
-            draft.values[name] = draft.values[name].replace(json.dumps(MASK), "<give this anew>")
-    merged = draft.merged(before, theirs)
+        for values in (draft.values, merged.values) if name in IN_CALL else ():
+            if values[name] != theirs.values[name]:
+                values[name] = values[name].replace(json.dumps(MASK), "<give this anew>")
     rows = [
         (name, began[name], mine[name], other[name]) for name in mine if not began[name] == mine[name] == other[name]
     ]

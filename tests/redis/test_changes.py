@@ -638,6 +638,19 @@ def test_secret_arguments_are_masked_where_changes_are_shown(bench, cli):
     assert bench.schedule.changes("e")[-2].differences["kwargs"][1]["api_token"] == "beta7"  # a revert restores it
 
 
+def test_a_password_in_the_name_of_a_field_is_in_no_change(bench, cli):
+    add(bench)
+    raw = bench.redis.hget("redbeat:e", "definition")
+    bench.redis.hset("redbeat:e", "definition", json.dumps(json.loads(raw) | {"redis://:s3cret@host": 1}))
+    bench.schedule.delete("e")
+
+    text = cli("changes").output + cli("changes", "--json").stdout
+    parts = [part for change in bench.schedule.changes("e") for part in change.masked_differences(bench.app)]
+
+    assert "s3cret" not in text + "".join(parts)
+    assert "redis://:**@host" in parts
+
+
 def test_a_hostile_name_is_shown_escaped(bench, cli):
     add(bench, "a\nb\x1b[31m", args=["\x1b[31m"])
     add(bench, "a\nb\x1b[31m", args=["\n"])

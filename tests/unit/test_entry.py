@@ -238,6 +238,15 @@ def test_unknown_fields_of_meta_are_left_alone():
 
 
 @pytest.mark.parametrize("fold", [0, 1])
+def test_a_time_in_the_repeated_hour_survives_in_an_argument(app, fold):
+    moment = datetime(2024, 10, 27, 2, 30, tzinfo=BERLIN, fold=fold)
+
+    entry = Entry.decode("e", Entry("e", "t", schedule(60), args=[moment], app=app).encode(), app)
+
+    assert entry.args[0].astimezone(UTC) == moment.astimezone(UTC)
+
+
+@pytest.mark.parametrize("fold", [0, 1])
 def test_the_repeated_hour_survives_a_round_trip(app, fold):
     moment = datetime(2024, 10, 27, 2, 30, tzinfo=BERLIN, fold=fold)
     entry = Entry("e", "t", schedule(60), app=app, last_run_at=moment)

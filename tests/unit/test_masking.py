@@ -9,6 +9,7 @@ import pytest
 from celery import Celery
 
 from singlebeat.locks.key import readable
+from singlebeat.log import without_passwords
 from singlebeat.masking import MASK, masked, masked_arguments, masked_text
 
 SECRET = "hunter2"
@@ -258,6 +259,13 @@ def test_a_url_with_escapes_shows_no_password_in_broken_text(app, broken, url):
 
 def test_an_argument_that_is_json_with_escaped_slashes_shows_no_password(app):
     assert SECRET not in str(masked({"kwargs": {"body": r'{"dsn": "https:\/\/u:hunter2@h"}'}}, app))
+
+
+@pytest.mark.parametrize("show", [str, repr, lambda text: repr(repr(text))], ids=["text", "repr", "twice"])
+def test_a_url_with_escaped_slashes_in_a_repr_shows_no_password(app, show):
+    text = show(r"https:\/\/u:hunter2@h")
+
+    assert SECRET not in str(masked({"kwargs": {"body": text}}, app)) + without_passwords(text)
 
 
 @pytest.mark.parametrize("more", ["", "x" * 300, 'a "quoted" text, ' * 30], ids=len)

@@ -611,6 +611,54 @@ def test_a_merge_keeps_the_time_that_only_the_other_one_changed(page, entries, w
     assert entries.get("e").policy.note == "mine"
 
 
+def merged_of(conflict: str) -> dict[str, str]:
+    """Return the form that keeps theirs where nothing was changed."""
+    kept = conflict[conflict.index('action="/edit"') : conflict.index("Keep theirs where")]
+    found = re.findall(r'<input type="hidden" name="([^"]+)" value="([^"]*)"', kept)
+    return {name: html.unescape(value) for name, value in found}
+
+
+@pytest.mark.parametrize(
+    "when", [clocked(FIRST.replace(year=2031)), rrule("DAILY", dtstart=FIRST)], ids=["once", "rule"]
+)
+@pytest.mark.parametrize("before", [schedule(60), clocked(FIRST.replace(year=2030))], ids=["interval", "once"])
+def test_a_merge_keeps_their_schedule_if_only_the_zone_is_mine(page, entries, before, when):
+    entries.upsert("e", PLAIN, before, timezone="Europe/Berlin")
+    form = values(page.get("/edit?name=e").text)
+    entries.upsert("e", PLAIN, when, timezone="Europe/Berlin")
+    theirs = values(page.get("/edit?name=e").text)
+
+    merged = merged_of(page.post("/edit", data=form | {"timezone": "Asia/Tokyo", "do": "save"}).text)
+
+    names = ("kind", "once", "rule_freq", "rule_dtstart")
+    assert {name: merged[name] for name in names} == {name: theirs[name] for name in names}
+    assert merged["timezone"] == "Asia/Tokyo"
+
+
+def test_a_merge_keeps_their_arguments_though_a_mask_is_in_mine(page, entries):
+    entries.upsert("e", PLAIN, 60, kwargs={"api_token": "s3cret", "n": 1})
+    form = values(page.get("/edit?name=e").text)
+    entries.upsert("e", PLAIN, 60, kwargs={"api_token": "s3cret of another", "n": 2})
+
+    merged = merged_of(page.post("/edit", data=form | {"note": "mine", "do": "save"}).text)
+
+    assert page.post("/edit", data=merged | {"do": "save"}, follow_redirects=False).status_code == 303
+    assert (entries.get("e").kwargs, entries.get("e").policy.note) == (
+        {"api_token": "s3cret of another", "n": 2},
+        "mine",
+    )
+
+
+def test_an_instant_stays_when_a_zone_that_cannot_be_read_is_mended(page, entries, redis):
+    definition = {"task": PLAIN, "schedule": {"__type__": "clocked", "instant": "2030-01-01T09:00:00+01:00"}}
+    redis.hset("redbeat:e", mapping={"definition": json.dumps(definition), "policy": '{"timezone": "Mars"}'})
+    redis.zadd("redbeat::schedule", {"redbeat:e": time.time() + 10**6})
+
+    assert save(page, "/edit?name=e", timezone="America/New_York").status_code == 303
+
+    assert entries.get("e").schedule.instant == datetime(2030, 1, 1, 8, tzinfo=UTC)
+
+
 def test_half_of_a_surrogate_pair_stays_when_another_part_is_changed(page, entries, redis):
     entries.upsert("e", PLAIN, 60, args=["ö \udc80"], tags=["\udc80"], note="\udc80 n")
 

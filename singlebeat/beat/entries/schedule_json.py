@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
 
@@ -72,6 +72,8 @@ class Encoder(RedBeatJSONEncoder):  # type: ignore[misc]
             return {"__type__": "clocked", "instant": obj.isoformat()}
         if isinstance(obj, solar):
             return {"__type__": "solar", "event": obj.event, "lat": obj.lat, "lon": obj.lon}
+        if isinstance(obj, datetime) and obj.utcoffset() != obj.replace(fold=0).utcoffset():
+            obj = obj.astimezone(UTC)  # in the hour that comes twice: the format has no field for which one
         raw = super().default(obj)
         if isinstance(obj, weekday) and obj.n:  # RedBeat reads n, and does not write it
             return {**raw, "n": obj.n}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...connections import schedule_client
 from ...locks.base import from_ms
+from ...log import without_passwords
 from ...lua import packed, script
 from ...masking import masked, masked_text
 from ..entries.author import RECORD
@@ -75,7 +76,10 @@ class Change:
     def masked_differences(self, app: Celery) -> Mapping[str, tuple[object, object]]:
         """Return the parts that differ, with secret arguments masked; a part of which only a secret differs as well."""
         shown = self.masked(app)
-        return {part: (_value(shown.before, part), _value(shown.after, part)) for part in self.differences}
+        return {
+            without_passwords(part): (_value(shown.before, part), _value(shown.after, part))
+            for part in self.differences
+        }
 
     def masked(self, app: Celery) -> Change:
         """Return the change with secret arguments masked, to be shown."""
