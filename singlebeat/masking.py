@@ -54,7 +54,7 @@ IN_TEXT = frozenset({"args", "kwargs", "argsrepr", "kwargsrepr", "link", "link_e
 #: Celery's tasks that call another one for each item of their second argument, ``it``.
 MAPPING = frozenset({"celery.map", "celery.starmap", "celery.chunks"})
 
-#: The part of a URL before its password, or before its port: JSON may have escaped the slashes, and a repr these escapes.
+#: The part of a URL before its password, or before its port: JSON may have escaped the slashes, and a repr the escapes.
 #: A character that JSON has escaped. The password in the query of a URL.
 _USER = re.compile(r":\\{0,9}/\\{0,9}/[^:\s]*:")
 _ESCAPED = re.compile(r"\\u00")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import pytest
 from playwright.sync_api import expect
+from redbeat.schedules import rrule
+
+from singlebeat import clocked
 
 from .shop import REPORT
 from .test_actions import says
@@ -68,3 +73,22 @@ def test_all_fields_of_theirs_can_be_kept(conflict, entries):
 
     expect(conflict.get_by_role("heading", name="report")).to_be_visible()
     assert entries.get("report").policy.note == "theirs"
+
+
+@pytest.mark.parametrize("second", [0, 7])
+@pytest.mark.parametrize("kind", ["once", "rule"])
+def test_a_time_that_was_left_alone_is_no_change(visit, entries, kind, second):
+    """A browser sends it in its shortest form."""
+    moment = datetime(2030, 1, 1, 9, 0, second, tzinfo=UTC)
+    when = clocked(moment) if kind == "once" else rrule("DAILY", dtstart=moment, until=moment.replace(year=2040))
+    entries.upsert("report", REPORT, when)
+    page = visit().page
+    page.goto("/edit?name=report")
+
+    page.get_by_label("Note").fill("mine")
+    page.get_by_role("button", name="Check the changes").click()
+
+    expect(page.locator("dl.diff dt")).to_have_text(["note"])
+    page.get_by_role("button", name="Save").click()
+    says(page, "Saved")
+    assert repr(entries.get("report").schedule) == repr(when)
