@@ -82,6 +82,9 @@ TROUBLE_INTERVAL = 1.0
 #: Seconds after trouble until all pending occurrences are retaken.
 RECHECK_AFTER = 2.0
 
+#: Seconds by which the server's clock must have been set back for a tick to begin anew: it has read what is not due.
+SET_BACK = 1.0
+
 #: Where leadership is switched off: seconds for which a beat keeps places that were computed in another zone. The beats
 #: of that zone do the work, or have died.
 ZONE_TURN = 60.0
@@ -337,7 +340,10 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._lost_messages.poll()
         self._restore_lost_changes(self.clock.check(now, term), term)
         self._install_left_out()
+        offset = self.server_time.offset
         due, interval = self._read_due(now, term, is_new=is_new), min(self.max_interval, POLL_INTERVAL)
+        if self.server_time.offset < offset - SET_BACK:
+            return SHORTEST_SLEEP
         if self._restore_lost_changes(self.store.last_records.take_loss(), term):
             return SHORTEST_SLEEP
         self.lost_places.check(due.witnesses)

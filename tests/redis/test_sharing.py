@@ -55,6 +55,20 @@ def pair(bench: Bench, tick_on) -> tuple[Scheduler, Scheduler]:
     return one, other
 
 
+def test_a_clock_that_was_set_right_since_the_last_reply_sends_nothing_early(bench):
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    bench.put(every=HOUR, last_run_at=datetime.now(UTC))
+    scheduler.server_time.offset += timedelta(days=1).total_seconds()
+
+    for _ in range(3):
+        scheduler.tick()
+
+    assert bench.messages == []
+    assert bench.schedule.get("e").meta.counts_from < datetime.now(UTC)
+    assert bench.history == []
+
+
 def test_parts_of_a_schedule_on_several_servers_share_locks(server, redis, own_server, bench_on):
     """As the docs divide a schedule: each part has a server, a prefix and a beat; broker and locks are one server."""
     bench = bench_on(server, broker_url=server.celery_url, singleton_backend_url=server.url)

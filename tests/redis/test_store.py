@@ -26,7 +26,7 @@ from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrenc
 from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.entries.statics import Statics
 from singlebeat.beat.keys import Keys
-from singlebeat.beat.leadership.clock_guard import Clock
+from singlebeat.beat.leadership.clock_guard import Clock, Jump
 from singlebeat.beat.leadership.lease import Term
 from singlebeat.beat.store.claims import Claim, ClaimedOccurrence, ClaimVerdict, Confirmation, Due, Store, Stored
 from singlebeat.beat.store.quarantine import QUARANTINED
@@ -258,6 +258,20 @@ def test_the_time_of_a_beat_beside_the_leader_is_no_loss(app, redis, terms):
     term = Term(TERM.number + 1, "later") if terms else TERM
 
     assert clock.check(NOW + minute, term) is None
+
+
+@pytest.mark.parametrize("another_led", [False, True])
+def test_a_jump_of_the_clock_is_known_until_another_beat_leads(app, redis, another_led):
+    """By the other, the clock may have been set right."""
+    clock, later = clock_of(app, redis), NOW + timedelta(hours=5)
+    clock.check(NOW, TERM)
+    clock.check(later, TERM)
+    assert clock.jump == Jump(NOW, later)
+    redis.set("redbeat::clock", repr(NOW.timestamp()))
+
+    clock.check(NOW + timedelta(minutes=1), Term(TERM.number + 1 + another_led, "later"))
+
+    assert (clock.jump is None) is another_led
 
 
 def test_a_scan_of_all_entries_reports_its_progress(app, put, redis):

@@ -87,6 +87,7 @@ class Clock:
             self._stored = self.client.get(self.keys.clock) or ""
             self._latest = self._noted = shown = _moment(self._stored)
             is_next = self._term is not None and term.number == self._term.number + 1  # no other beat led in between
+            self.jump = self.jump if is_next else None
             if is_next and not term.lost and self._has_lost(shown):
                 lost = shown
             self._written = None
