@@ -261,6 +261,14 @@ def test_an_argument_that_is_json_with_escaped_slashes_shows_no_password(app):
     assert SECRET not in str(masked({"kwargs": {"body": r'{"dsn": "https:\/\/u:hunter2@h"}'}}, app))
 
 
+@pytest.mark.parametrize("end", ["", "2", "/x"])
+def test_a_url_that_is_cut_off_in_its_password_shows_none(app, end):
+    text = '{"kwargs": {"x": "https://u:hunter2' + end
+
+    assert SECRET not in masked_text(text, app)
+    assert masked_text('{"kwargs": {"x": "https://h:80' + end, app).endswith(":80" + end)
+
+
 @pytest.mark.parametrize("show", [str, repr, lambda text: repr(repr(text))], ids=["text", "repr", "twice"])
 def test_a_url_with_escaped_slashes_in_a_repr_shows_no_password(app, show):
     text = show(r"https:\/\/u:hunter2@h")
