@@ -57,7 +57,7 @@ MAPPING = frozenset({"celery.map", "celery.starmap", "celery.chunks"})
 #: The part of a URL before its password, or before its port: JSON may have escaped the slashes, and a repr the escapes.
 #: A character that JSON has escaped. The password in the query of a URL.
 _USER = re.compile(r":\\{0,9}/\\{0,9}/[^:\s]*:")
-_CUT_OFF = re.compile(_USER.pattern + r"(?!\d{1,5}(?:[/?]|$))[^\s@]*$")  # before the @ that shows a password
+_NO_PORT = re.compile(_USER.pattern + r"(?!\d{1,5}(?:[/?]|$))")
 _ESCAPED = re.compile(r"\\u00")
 _WORD = re.compile(r"\S+")
 _IN_QUERY = re.compile(r"[?&]password=", re.IGNORECASE)
@@ -107,8 +107,8 @@ def masked_text(text: str, app: Celery, *, task: str = "") -> str:
     """Return JSON or a repr with secret arguments masked, unchanged if there are none.
 
     A string that cannot be parsed is cut off behind the first secret name, behind ``args``, which have no names, before
-    a string that is too long to be known as no name, or before the first password of a URL, which may be cut off, or the
-    first character that JSON has escaped by its number: it may be of a URL.
+    a string that is too long to be known as no name, or before the first password of a URL, that of a URL which is cut
+    off, or the first character that JSON has escaped by its number: it may be of a URL.
 
     Args:
         task: name of the task whose positional arguments the string shows, if it shows such.
@@ -135,7 +135,8 @@ def masked_text(text: str, app: Celery, *, task: str = "") -> str:
     secrets = (found for found in _NAME.finditer(text) if _may_be_secret(found, patterns))
     secret = next((found.start() if found["long"] else found.end() for found in secrets), len(text))
     escaped = found.start() if (found := _ESCAPED.search(text)) else len(text)
-    cut_off = found.start() if (found := _CUT_OFF.search(text)) else len(text)
+    end = re.split(r"[\s@]", text[-MOST_PARSED:])[-1]  # where a URL may be cut off before the @ that shows a password
+    cut_off = len(text) - (len(end) - found.start() if (found := _NO_PORT.search(end)) else 0)
     first = min(secret, escaped, cut_off, _password_of_url(text))
     return text if first == len(text) else f"{text[:first]} {MASK}…"
 
