@@ -386,7 +386,9 @@ def admit(task: Task, ticket: Ticket, holder: Holder, request: Context) -> None:
             countdown = min(countdown, max(FIRST_WAIT, holder.held_for))
         waited = min(ticket.waited + 1, MOST_WAITS)
         since = holder.waits_since or ticket.waits_since
-        later = replace(ticket, queued=behind_key(ticket.key), waits=True, waited=waited, waits_since=since)
+        # Of until_executing, the lock of the call is another one, and ends when the run starts.
+        queued = ticket.queued if ticket.queued not in {"", ticket.key} else behind_key(ticket.key)
+        later = replace(ticket, queued=queued, waits=True, waited=waited, waits_since=since)
         postpone(task, request, later, countdown=countdown, why=f"its lock is held by {holder}")
     signals.duplicate.send(sender=task, task_id=holder.task_id, args=request.args, kwargs=request.kwargs, at="start")
     _skip(task, ticket, request, f"its lock is held by {holder}", event="duplicate", holder=holder.task_id)

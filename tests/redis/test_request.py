@@ -1472,6 +1472,29 @@ def test_a_run_sent_by_name_excludes_calls_if_its_lock_outlives_the_start(app, d
     assert result.get(timeout=5) is (lock == "until_executed")
 
 
+@pytest.mark.parametrize("lock", [mode for mode in LockMode if mode != "until_expired"])
+def test_a_replacement_that_begins_before_its_run_has_ended_leaves_no_lock(app, deliver, redis, lock):
+    begun: list[str] = []
+
+    def replace_itself(self: Any, user: Any) -> None:
+        begun.append(self.request.id)
+        if len(begun) == 1:
+            try:
+                raise self.replace(self.si(user))
+            finally:
+                started(deliver(task))
+
+    task = app.task(replace_itself, name="app.task", bind=True, base=Singleton, shared=False, lock=lock)
+    first = task.delay("a")
+
+    started(deliver(task))
+    started(deliver(task))
+
+    assert begun == [first.id, first.id]
+    assert [key for key in redis.keys("SINGLETONLOCK*") if redis.type(key) == "hash"] == []
+    assert not task.delay("a").is_duplicate
+
+
 # ---------------------------------------------------------------- a run that has lost its lock
 
 
@@ -1513,7 +1536,8 @@ def test_a_run_that_ends_without_its_lock_says_so_once(app, deliver, redis, capl
             renewer_of(app)._work_off()
 
     assert told == [(task.name, run)]
-    assert caplog.text.count("event=lock_lost") == 1
+    own = [record for record in caplog.records if task_id in record.getMessage()]  # others: of an earlier test's thread
+    assert [record.singlebeat["event"] for record in own] == ["lock_lost"]
 
 
 @pytest.mark.parametrize("lock", [each for each in LockMode if each is not LockMode.UNTIL_EXECUTED])
