@@ -133,7 +133,8 @@ def masked_text(text: str, app: Celery, *, task: str = "") -> str:
     if task and any(_secret_positions(task, app, patterns, MOST_PARAMETERS)):
         return MASK
     secrets = (found for found in _NAME.finditer(text) if _may_be_secret(found, patterns))
-    secret = next((found.start() if found["long"] else found.end() for found in secrets), len(text))
+    hidden = ((found["long"] or "\\" in (found["name"] or ""), found) for found in secrets)  # a name that may hold it
+    secret = next((found.start() if is_hidden else found.end() for is_hidden, found in hidden), len(text))
     escaped = found.start() if (found := _ESCAPED.search(text)) else len(text)
     end = re.split(r"[\s@]", text[-MOST_PARSED:])[-1]  # where a URL may be cut off before the @ that shows a password
     cut_off = len(text) - (len(end) - found.start() if (found := _NO_PORT.search(end)) else 0)
@@ -181,13 +182,14 @@ def _password_of_url(text: str) -> int:
 
     It reaches up to the last ``@`` before a blank, because passwords are often not quoted as a URL requires.
     """
+    first = len(text)
     if "/" in text:
-        for word in _WORD.finditer(text):
+        if found := _IN_QUERY.search(text):
+            first = found.end()
+        for word in _WORD.finditer(text, 0, first):
             if found := _USER.search(word[0].rpartition("@")[0]):
                 return word.start() + found.end()
-        if found := _IN_QUERY.search(text):
-            return found.end()
-    return len(text)
+    return first
 
 
 def _may_be_secret(found: re.Match[str], patterns: tuple[str, ...]) -> bool:

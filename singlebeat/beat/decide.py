@@ -37,7 +37,8 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str, jump:
         return Claim(stored, PARKED)
     last = past.last_run_at
     if past.since is not None and last is not None and past.since < last <= now and jump and last in jump:
-        past = replace(past, since=None, ahead=None)  # a beat whose clock was behind took this time for wrong
+        ahead = past.ahead if past.ahead is not None and past.ahead > now else None
+        past = replace(past, since=None, ahead=ahead)  # a beat whose clock was behind took this time for wrong
     since = table.since(past.counts_from)
     if since is not None and since > now + (timedelta() if stored.score == WRONG_PAST else LONGEST_STEP_BACK):
         pending, upcoming = stored.pending, table.next(now)
@@ -59,7 +60,9 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str, jump:
     ahead = ahead if ahead is not None and ahead >= nominal else None
     is_late = now - due > CATCH_UP_AFTER or (since is not None and table.next(since) != nominal)
     kind = Kind.CATCH_UP if is_late else Kind.SCHEDULED
-    occurrence = Occurrence.of(prefix, entry.name, nominal, previous=past.last_run, kind=kind)
+    before = past.last_run
+    before = before if before is not None and before < nominal else None  # a clock that was ahead may have sent it
+    occurrence = Occurrence.of(prefix, entry.name, nominal, previous=before, kind=kind)
     count = past.total_run_count
     if nominal == ahead:
         why = "it was sent before, by a clock that was ahead"

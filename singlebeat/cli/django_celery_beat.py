@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime, tzinfo
+from datetime import datetime, timedelta, tzinfo
 from functools import partial
 from typing import Any
 
@@ -74,7 +74,7 @@ def _row(name: str, fields: _Row, schedules: Mapping[tuple[str, str], _Row], zon
         "timezone": clock,
         "start_time": start,
         "end_time": expires,
-        "expires": None if expires else fields.get("expire_seconds"),
+        "expires": None if expires else fields.get("expire_seconds") or None,
         "max_runs": 1 if fields.get("one_off") and not is_clocked else None,
         "note": fields.get("description") or "",
     }
@@ -84,8 +84,11 @@ def _row(name: str, fields: _Row, schedules: Mapping[tuple[str, str], _Row], zon
         past = {}  # as for an entry that the import creates
     elif last is None and start is None:
         # django-celery-beat lets a task that has never run count from its last change. It changes a task of one time
-        # once more when it has run it, and forgets that run.
+        # once more when it has run it, and forgets that run: one that is enabled has not run.
         past["since"] = changed
+        if is_clocked and changed and definition["enabled"]:
+            before = datetime.fromisoformat(when["instant"]) - timedelta(seconds=1)
+            past["since"] = min(datetime.fromisoformat(changed), before).isoformat()
     return {"name": name, "definition": definition, "policy": policy, "meta": past}
 
 

@@ -160,8 +160,8 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], from_now: bool, dry_run
         click.echo(f"{'can be stored' if dry_run else 'stored'}: {len(stored)} of {len(named)}")
         if catch_up:
             runs = counted(len(catch_up), "of them runs", "of them run")
-            text = f"{runs} at once, for times that have passed since the export: {listed(catch_up)}"
-            also = "They may have run then: --from-now lets these times pass"
+            text = f"{runs} at once, for times since the export, or without any run in the file: {listed(catch_up)}"
+            also = "They may have run since: --from-now lets these times pass"
             click.echo(
                 marked(f"{text}. {also}{'' if dry_run else ' (try it with --dry-run first)'}", "warning"), err=True
             )
@@ -177,8 +177,8 @@ def _is_ahead(entry: Entry, now: datetime) -> bool:
 
 def _runs_at_once(app: Celery, entry: Entry, now: datetime) -> bool:
     """Return whether beat makes up for times of an entry that have passed, if the entry gets its past from the file."""
-    if entry.meta.counts_from is None or not Keys.of(app).is_possible(entry.name):
-        return False  # it has never run, or cannot be stored
+    if not Keys.of(app).is_possible(entry.name):
+        return False  # it cannot be stored
     stored = Stored(entry.key, 0.0, ("",) * 5, entry, entry.meta, entry.policy, None)
     try:
         return claim_for(stored, now, zone=app_zone(app), prefix=Keys.of(app).prefix).occurrence is not None

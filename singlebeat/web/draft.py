@@ -304,8 +304,8 @@ class Draft:
 
 def _sent_back(name: str, text: str) -> str:
     """Return what a browser sends for the text of a field that is left as it is."""
-    text = text.encode(errors="replace").decode()  # half of a surrogate pair
-    return _as_shown(name, text if name in AREAS else "".join(text.splitlines()))
+    text = text.encode(errors="replace").decode().replace("\0", "\ufffd")  # half of a surrogate pair; HTML's own
+    return _as_shown(name, text if name in AREAS else re.sub("[\r\n]", "", text))
 
 
 def _as_shown(name: str, text: str) -> str:

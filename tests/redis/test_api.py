@@ -309,7 +309,7 @@ def test_a_change_after_the_clock_was_set_back_repeats_no_run(bench, new, ahead)
 
 
 @pytest.mark.parametrize("was_sent", [False, True])
-@pytest.mark.parametrize("change", ["upsert", "import", "revert", "resume"])
+@pytest.mark.parametrize("change", ["upsert", "import", "revert", "resume", "reschedule"])
 def test_a_change_before_a_beat_leads_knows_what_a_clock_ahead_has_sent(bench, change, was_sent):
     ahead = datetime.now(UTC).replace(microsecond=0) + timedelta(days=1)
     bench.put(every=crontab(minute=0), last_run_at=ahead)
@@ -323,6 +323,8 @@ def test_a_change_before_a_beat_leads_knows_what_a_clock_ahead_has_sent(bench, c
         entry.version = None
         bench.redis.delete("redbeat:e")
         bench.schedule.save(entry)
+    elif change == "reschedule":
+        bench.schedule.get("e").reschedule()
     elif change == "revert":
         bench.schedule.delete("e")
         bench.schedule.revert("e", bench.schedule.changes("e", 1)[0].id)

@@ -498,7 +498,7 @@ def test_an_unforeseen_error_does_not_stop_the_release_of_other_locks(app, redis
 
 # ---------------------------------------------------------------- what people see of its arguments
 
-SECRET = "4929"
+SECRET = "4929-8812-2045"  # no chance part of an id or a time
 HIDDEN = {"argsrepr": "('an account',)", "kwargsrepr": "{'card': '****'}"}
 
 

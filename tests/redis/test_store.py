@@ -26,7 +26,7 @@ from singlebeat.beat.entries.occurrence import Decision, DecisionType, Occurrenc
 from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.entries.statics import Statics
 from singlebeat.beat.keys import Keys
-from singlebeat.beat.leadership.clock_guard import Clock, Jump
+from singlebeat.beat.leadership.clock_guard import WRONG_PAST, Clock, Jump
 from singlebeat.beat.leadership.lease import Term
 from singlebeat.beat.store.claims import Claim, ClaimedOccurrence, ClaimVerdict, Confirmation, Due, Store, Stored
 from singlebeat.beat.store.quarantine import QUARANTINED
@@ -258,6 +258,21 @@ def test_the_time_of_a_beat_beside_the_leader_is_no_loss(app, redis, terms):
     term = Term(TERM.number + 1, "later") if terms else TERM
 
     assert clock.check(NOW + minute, term) is None
+
+
+@pytest.mark.parametrize("term", [TERM, OFF], ids=["leader", "shared"])
+def test_a_server_that_comes_back_with_the_time_of_a_wrong_clock_silences_no_entry(app, put, redis, term):
+    """From a snapshot: the term of the leader goes on."""
+    clock, ahead = clock_of(app, redis), NOW + timedelta(days=10)
+    clock.check(NOW, term)
+    put("e", score=(ahead + timedelta(hours=1)).timestamp(), meta=Meta(ahead, 1).encode())
+    redis.set("redbeat::clock", repr(ahead.timestamp()))
+
+    for seconds in (15, 16, 30):
+        clock.check(NOW + timedelta(seconds=seconds), term)
+
+    assert redis.zscore(SCHEDULE, "redbeat:e") == WRONG_PAST
+    assert float(redis.get("redbeat::clock")) == NOW.timestamp() + 30
 
 
 @pytest.mark.parametrize("another_led", [False, True])

@@ -210,6 +210,33 @@ def test_a_time_before_that_which_a_clock_ahead_has_sent_is_made_up_for(app):
     assert (then.occurrence, then.decision.outcome) == (None, "run_before")
 
 
+def test_a_run_that_is_made_up_for_names_no_later_one_as_the_last(app):
+    reset = claim_of(app, crontab(minute=0), Meta(AHEAD, 3, sent=AHEAD), NOW)
+
+    claim = claim_of(app, crontab(minute=0), replace(reset.meta, sent=AHEAD), NOW + HOUR)
+
+    assert (claim.occurrence.nominal, claim.occurrence.previous) == ((NOW + HOUR).timestamp(), None)
+
+
+def test_a_time_that_was_not_sent_again_is_the_last_sent_run(app):
+    reset = claim_of(app, crontab(minute=0, hour=17), Meta(AHEAD, 3, sent=AHEAD), NOW)
+
+    claim = claim_of(app, crontab(minute=0, hour=17), replace(reset.meta, sent=NOW), AHEAD)
+
+    assert claim.decision.outcome == "run_before"
+    assert float(claim.decision.sent) == AHEAD.timestamp()
+
+
+def test_a_clock_that_was_behind_keeps_what_another_has_sent(app):
+    """One was ahead before, and its time is yet to come."""
+    last, behind = NOW - 10 * MINUTE, NOW - 5 * HOUR
+    past = Meta(last, 5, since=behind, ahead=AHEAD, sent=last)
+
+    claim = claim_of(app, crontab(minute=0), past, NOW + SECOND, jump=Jump(behind, NOW))
+
+    assert claim.meta.ahead == AHEAD
+
+
 def test_a_clock_that_comes_right_in_two_steps_sends_the_last_time_once(app):
     when = crontab(minute=0, hour="9,11")
     day = NOW.replace(hour=0)

@@ -261,6 +261,17 @@ def test_an_argument_that_is_json_with_escaped_slashes_shows_no_password(app):
     assert SECRET not in str(masked({"kwargs": {"body": r'{"dsn": "https:\/\/u:hunter2@h"}'}}, app))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        r'"{\"password\": {\"x\": \"hunter2\"}}"…',
+        r'"{\"b\": [[\"rediss://h/0?x=1&password=hunter2\", [\"see rediss://u:p@h\"',
+    ],
+)
+def test_json_in_json_that_is_cut_off_shows_no_secret(app, text):
+    assert SECRET not in masked_text(text, app)
+
+
 @pytest.mark.parametrize("end", ["", "2", "/x"])
 def test_a_url_that_is_cut_off_in_its_password_shows_none(app, end):
     text = '{"kwargs": {"x": "https://u:hunter2' + end

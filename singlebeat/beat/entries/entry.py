@@ -441,11 +441,14 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
                 raise UnknownEntryError(f"there is no entry at {key!r}")
             definition, meta, policy, since, _, sent = fields
             entry = self.from_fields(key, definition, meta, policy, since, sent, app=self.app)
+            now = self._now()  # not by this host's clock
+            entry._ahead = entry.meta.counting_from(None, now).ahead
             entry.last_run_at, entry._since = moment, None
             entry.total_run_count += runs
-            due_at = entry.timetable.due_at(entry.meta.counts_from, self._now())  # not by this host's clock
+            due_at = entry.timetable.due_at(entry.meta.counts_from, now)
             place = repr(PARKED if due_at is None else due_at.timestamp())
-            row = (key, fields[:4], (definition, entry.meta.encode(), policy or "", ""), place)
+            past = entry.meta.encode(), entry.meta.encode_since()
+            row = (key, fields[:4], (definition, past[0], policy or "", past[1]), place)
             if write_fields(client, keys, [row], Author.of(self.app))[0]:
                 return entry.meta
         raise ConflictError(f"entry {self.name!r} cannot be stored: another process keeps changing it; try again")

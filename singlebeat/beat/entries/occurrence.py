@@ -167,8 +167,9 @@ class Decision:
 
     @property
     def sent(self) -> str:
-        """Its nominal time in seconds since 1970, if it is a run of the schedule; else an empty string."""
-        return repr(self.occurrence.nominal) if self.is_sent and self.occurrence.is_scheduled else ""
+        """Its nominal time in seconds since 1970, if it is a sent run of the schedule; else an empty string."""
+        was_sent = self.is_sent or self.outcome is DecisionType.RUN_BEFORE
+        return repr(self.occurrence.nominal) if was_sent and self.occurrence.is_scheduled else ""
 
     def values(self, term: int, leader: str) -> list[str]:
         """Return the values of a history record, in the order of ``confirm.lua``."""

@@ -11,7 +11,7 @@
 -- KEYS[3]     changes   stream: as in record
 -- KEYS[4]     lost      string: what the server has lost, for operators; removed when a program adds an entry
 -- KEYS[5]     pending   zset: keys of entries with an occurrence that is claimed and not confirmed, by next try (s)
--- KEYS[6...]  entries   hashes: definition, meta, policy, since; written: ids of the last calls that wrote;
+-- KEYS[6...]  entries   hashes: definition, meta, policy, since, sent; written: ids of the last calls that wrote;
 --                       pending, backfill and asked as in propose
 -- ARGV[1]     token     of our term, as in fenced
 -- ARGV[2]     actor     as in record
@@ -23,9 +23,9 @@
 -- ARGV[8]     wishes    JSON, one array for each entry:
 --             member      of the entry in the schedule
 --             name        of the entry
---             found       [definition, meta, policy, since] as we read them, false for an absent field
---             fields      [definition, meta, policy, since] to be stored; an empty string: remove the field;
---                         false: leave the field, it may have changed
+--             found       [definition, meta, policy, since, sent] as we read them, false for an absent field
+--             fields      [definition, meta, policy, since, sent] to be stored; an empty string: remove the field;
+--                         false or absent: leave the field, it may have changed
 --             score       of the next occurrence, as a string; empty: leave it
 --             unsent      [id, pending, backfill] of a removed entry that comes back: its claimed occurrence and the
 --                         id of that, and its backfill, each empty if there is none; an existing entry gets none
@@ -42,7 +42,7 @@ if refused then
   return refused
 end
 
-local names = {"definition", "meta", "policy", "since"}
+local names = {"definition", "meta", "policy", "since", "sent"}
 -- Others may have removed what this call has stored, and its ids with it.
 local was_stored = called({KEYS[3]}, {id})
 
@@ -57,11 +57,11 @@ local function give_back(entry, member, asked, occurrence, backfill)
 end
 
 local function save(entry, member, name, found, fields, score, unsent)
-  local stored = redis.pcall("HMGET", entry, "definition", "meta", "policy", "since", "written")
+  local stored = redis.pcall("HMGET", entry, "definition", "meta", "policy", "since", "sent", "written")
   if stored.err then
     return false
   end
-  local written = stored[5] or ""
+  local written = stored[6] or ""
   if string.find(" " .. written .. " ", " " .. id .. " ", 1, true) then
     return true  -- by this call: its reply was lost
   end

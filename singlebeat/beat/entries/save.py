@@ -73,6 +73,7 @@ class _Fields(NamedTuple):
     meta: str | Literal[False]
     policy: str
     since: str | Literal[False]
+    sent: str | Literal[False]  #: of a past that comes from elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class _Wish:
     """A planned write of one entry, which is made only if the entry is unchanged since it was read."""
 
     member: str
-    found: StoredFields  #: definition, meta, policy, since
+    found: StoredFields  #: definition, meta, policy, since, sent
     #: The same fields to be stored; False: leave the field, a beat may write it meanwhile.
     fields: _Fields
     score: str  #: empty: leave it
@@ -132,8 +133,7 @@ def save_entries(
                 if results[name] is not None or dry_run:
                     continue
                 if name in wishes:
-                    definition, _, policy, _ = wishes[name].fields
-                    planned[name].version = definition, policy
+                    planned[name].version = wishes[name].fields.definition, wishes[name].fields.policy
                 entries[name].__dict__.update(planned[name].__dict__)
             if not left:
                 break
@@ -271,14 +271,16 @@ def _wish(
     moved = not same_times or goes_on or score is None or is_broken or has_run_since  # a broken entry may be parked
     due_at = entry.timetable.due_at(past.counts_from, now) if moved else None
     writes_past = moved or not meta
+    is_from_elsewhere = (not definition or has_run_since) and past.sent is not None
     return _Wish(
         member,
-        fields[:4],
+        (definition, meta, policy, since, sent),
         _Fields(
             encoded,
             past.encode() if writes_past else False,
             entry.policy.encode(),
             past.encode_since() if writes_past else False,
+            repr(past.sent.timestamp()) if past.sent is not None and is_from_elsewhere else False,
         ),
         repr(PARKED if due_at is None else due_at.timestamp()) if moved else "",
     )
@@ -379,7 +381,7 @@ def _check(entry: Entry, wish: _Wish, now: datetime) -> None:
     Raises:
         EntryError: a beat could not use the entry.
     """
-    definition, meta, policy, since = wish.fields
+    definition, meta, policy, since, _ = wish.fields
     try:
         if "N" in definition or "I" in definition:  # perhaps NaN or Infinity
             json.loads(definition, parse_constant=_refuse)

@@ -110,6 +110,9 @@ class Clock:
             before = self._note(now, term)
             if term.token and self._has_lost(before):
                 lost = before
+            # The server has come back as it was when its clock was ahead. Beats that share the work note times, too.
+            if (left := _moment(self._stored)) > self._latest + (timedelta() if term.token else LONGEST_STEP_BACK):
+                self._latest = left
             self._noted, self._written = now, self._latest if term.token else None
         self._term = term
         return lost
