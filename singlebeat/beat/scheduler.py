@@ -82,9 +82,6 @@ TROUBLE_INTERVAL = 1.0
 #: Seconds after trouble until all pending occurrences are retaken.
 RECHECK_AFTER = 2.0
 
-#: Seconds by which the server's clock must have been set back for a tick to begin anew: it has read what is not due.
-SET_BACK = 1.0
-
 #: Where leadership is switched off: seconds for which a beat keeps places that were computed in another zone. The beats
 #: of that zone do the work, or have died.
 ZONE_TURN = 60.0
@@ -265,7 +262,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._ticking, self._ticked, began = True, True, time.monotonic()
         try:
             self._report_progress()
-            if not self.server_time.is_known:  # once in the life of a beat
+            # Once in the life of a beat; or, where no lease is renewed, before each tick: the clock may have been set.
+            if not self.server_time.is_known or self.lease.keys.lock is None:
                 self._ask_time()
             term = self.lease.acquire()
             with reporting_questions(self._report_progress):
@@ -340,10 +338,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._lost_messages.poll()
         self._restore_lost_changes(self.clock.check(now, term), term)
         self._install_left_out()
-        offset = self.server_time.offset
         due, interval = self._read_due(now, term, is_new=is_new), min(self.max_interval, POLL_INTERVAL)
-        if self.server_time.offset < offset - SET_BACK:
-            return SHORTEST_SLEEP
         if self._restore_lost_changes(self.store.last_records.take_loss(), term):
             return SHORTEST_SLEEP
         self.lost_places.check(due.witnesses)

@@ -48,7 +48,7 @@ class ServerTime:
         quiet: bool = False,
     ) -> None:
         self._monotonic, self._wall, self._quiet = monotonic, wall, quiet
-        self.offset = wall() - monotonic()  #: seconds by which it is ahead of the monotonic clock
+        self._offset = wall() - monotonic()
         self._differs = False
         self.is_known = False
         #: Seconds by which the clock of this host was ahead of the server's at the last reply.
@@ -78,18 +78,18 @@ class ServerTime:
             asked: the value that ``asked`` returned before the question was sent.
         """
         shown, heard = int(reply[0]) + int(reply[1]) / 1e6, self._monotonic()
-        offset = self.offset if self.is_known else self._wall() - heard
+        offset = self._offset if self.is_known else self._wall() - heard
         # The server has read its clock at some moment in between, so the offset is between two bounds. The known offset
         # is kept within these bounds: a slow reply does no harm, and a clock that was set is followed at once.
-        self.offset = min(max(offset, shown - heard), shown - asked)
+        self._offset = min(max(offset, shown - heard), shown - asked)
         self.is_known = True
-        self.host_ahead = self._wall() - (self.offset + heard)
+        self.host_ahead = self._wall() - (self._offset + heard)
         if not self._quiet:
             self._compare()
 
     def timestamp(self) -> float:
         """Return the server's time in seconds since 1970."""
-        return self.offset + self._monotonic()
+        return self._offset + self._monotonic()
 
     def now(self) -> datetime:
         """Return the server's time."""

@@ -261,7 +261,7 @@ def test_the_time_of_a_beat_beside_the_leader_is_no_loss(app, redis, terms):
 
 
 @pytest.mark.parametrize("term", [TERM, OFF], ids=["leader", "shared"])
-def test_a_server_that_comes_back_with_the_time_of_a_wrong_clock_silences_no_entry(app, put, redis, term):
+def test_a_server_that_comes_back_with_a_wrong_time_silences_no_entry(app, put, redis, term):
     """From a snapshot: the term of the leader goes on."""
     clock, ahead = clock_of(app, redis), NOW + timedelta(days=10)
     clock.check(NOW, term)

@@ -671,7 +671,7 @@ def test_half_of_a_surrogate_pair_stays_when_another_part_is_changed(page, entri
     assert stored(redis, "e", "definition")["args"] == ["ö \udc80", 2]
 
 
-def test_arguments_that_are_masked_as_a_whole_stay_when_another_part_is_changed(page, entries):
+def test_arguments_that_are_masked_as_a_whole_stay_when_others_change(page, entries):
     entries.upsert("e", PLAIN, 60, kwargs={"redis://al:s3cret@host/0": 1})
     assert "s3cret" not in values(page.get("/edit?name=e").text)["kwargs"]
 
