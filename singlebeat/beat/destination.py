@@ -1,8 +1,9 @@
-"""The queue that a message goes to, where a sender can know it; pure."""
+"""The queue that a message goes to, where a sender can know it, or whether all workers get it; pure."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from kombu import Queue
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from ..locks.base import Options
     from ..locks.key import Arguments, NamedArguments
 
-__all__ = ("queue_of_call", "queue_reached")
+__all__ = ("queue_of_call", "queue_reached", "reaches_all")
 
 #: The kinds of exchanges that pass a message on to each queue that is bound with its very routing key.
 PLAIN_KINDS = ("direct", "topic", "fanout")
@@ -44,15 +45,44 @@ def queue_of_call(
     Raises:
         Exception: any error of a user's own router, or the queue is unknown.
     """
-    known = app.tasks.get(task)
-    given = {**(known._get_exec_options() if known is not None else {}), **options}
-    route = app.amqp.router.route(given, task, args or (), kwargs or {}, known)
-    queue, exchange, routing_key = (route.get(name) for name in ("queue", "exchange", "routing_key"))
-    if isinstance(queue, str):
-        queue = app.amqp.queues[queue]
-    kind = route.get("exchange_type") or getattr(getattr(queue, "exchange", None), "type", "direct")
+    route = _route(app, task, options, args, kwargs)
+    queue: Any = route["queue"]
+    exchange, routing_key = route.get("exchange"), route.get("routing_key")
+    kind = route.get("exchange_type") or _kind_of(queue)
     if (not exchange or not routing_key) and kind == "direct":  # as Celery does in ``send_task_message``
         return str(getattr(queue, "name", ""))
     if exchange is None:
         exchange, routing_key = queue.exchange, routing_key or queue.routing_key
     return queue_reached(exchange, routing_key, queue)
+
+
+def reaches_all(app: Celery, task: str, options: Options, args: Arguments, kwargs: NamedArguments) -> bool:
+    """Return whether each worker gets a call, as of a ``Broadcast`` queue: its exchange is of the kind ``fanout``.
+
+    Args:
+        options: of the call, without those of its task.
+
+    Raises:
+        Exception: as ``queue_of_call`` does.
+    """
+    kinds = {_kind_of(queue) for queue in (options.get("queue"), *app.amqp.queues.values())}
+    if "fanout" not in {*kinds, options.get("exchange_type")}:  # without the routers, which may be slow
+        return False
+    route = _route(app, task, options, args, kwargs)
+    return (route.get("exchange_type") or _kind_of(route["queue"])) == "fanout"  # as Celery decides
+
+
+def _route(
+    app: Celery, task: str, options: Options, args: Arguments | None, kwargs: NamedArguments | None
+) -> Mapping[str, Any]:
+    """Return the options of a call with those of its task and its route; a known queue as such."""
+    known = app.tasks.get(task)
+    given = {**(known._get_exec_options() if known is not None else {}), **options}
+    route: dict[str, Any] = app.amqp.router.route(given, task, args or (), kwargs or {}, known)
+    queue = route.get("queue")
+    return {**route, "queue": app.amqp.queues[queue] if isinstance(queue, str) else queue}
+
+
+def _kind_of(queue: object) -> str:
+    """Return the kind of the exchange of a queue."""
+    return str(getattr(getattr(queue, "exchange", None), "type", "direct"))

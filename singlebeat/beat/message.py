@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from ..locks.modes import drops_by_default, is_singleton, overlap_for
 from ..overlap import Overlap
 from .calendar.clocked import comes_once
 from .calendar.recurrence import ENDING
+from .destination import reaches_all
 from .entries.code_only import evaluate_lazy
 from .entries.occurrence import Occurrence
 from .entries.timetable import on_its_clock
@@ -71,7 +73,7 @@ class Message:
             overlap = Overlap.BUFFER_ALL  # no later run makes up for a skipped run
         if not is_singleton(task):
             self.locks_itself = hasattr(task, "generate_lock")
-            if self.locks_itself or not looked_after or overlap is Overlap.ALLOW_ALL:
+            if self.locks_itself or not looked_after or overlap is Overlap.ALLOW_ALL or self._reaches_all(app):
                 return
             task = PlainTask(app, entry.task, entry.options, entry.name)
         try:
@@ -88,6 +90,13 @@ class Message:
         call = entry.args, entry.kwargs
         self.plan = plan_call(task, self.occurrence.id, *call, overlap=overlap, options=entry.options, key=self.key)
         self.task = task
+
+    def _reaches_all(self, app: Celery) -> bool:
+        """Return whether each worker gets it and runs it, so that no lock may choose one of them."""
+        entry = self.entry
+        with suppress(Exception):  # of a user's own router: it is sent, or not, by the same way
+            return reaches_all(app, entry.task, entry.options, entry.args, entry.kwargs)
+        return False
 
     def _key(self, task: LockableTask) -> str:
         """Return the key of its lock; a key that is the same for all runs of the entry is computed once."""

@@ -655,3 +655,30 @@ def test_a_message_in_an_unknown_queue_is_not_called_lost(named_by, rabbit, cele
         finding = wait_until(found, timeout=30, what="the lock to be overdue")
         assert queue.queue_declare(passive=True).message_count == 1
         assert (finding.outcome, finding.reason) == ("", BOUND)
+
+
+WITH_BROADCAST = """
+from kombu.common import Broadcast
+from tests.system.apps import app
+app.conf.task_queues = (Broadcast("all"),)
+"""
+
+
+@pytest.mark.parametrize("overlap", [None, "skip"])
+def test_an_entry_on_a_broadcast_queue_runs_on_each_worker(rabbit, celery, oracle, server, redis, tmp_path, overlap):
+    (tmp_path / "with_broadcast.py").write_text(WITH_BROADCAST)
+    entry = {"task": f"{APP}.plain", "schedule": schedule(1), "args": ["a"], "overlap": overlap}
+    entry["options"] = {"queue": "all", "exchange": "all"}
+    conf = {**conf_of(rabbit, server), "beat_schedule": {"e": {k: v for k, v in entry.items() if v is not None}}}
+    start = partial(celery, app="with_broadcast", env={"SB_TEST_URL": rabbit.url}, conf=conf)
+    for worker in [start("worker", "-c", "1", "-n", f"{name}@h") for name in "ab"]:
+        worker.ready()
+    start("beat")
+
+    wait_until(lambda: len({run.id for run in oracle.runs("a")}) >= 3, timeout=60, what="three runs")
+
+    runs = oracle.runs("a")
+    first, second, *_ = dict.fromkeys(run.id for run in runs)  # the third may begin just now
+    pids = {task_id: {run.pid for run in runs if run.id == task_id} for task_id in (first, second)}
+    assert [len(each) for each in pids.values()] == [2, 2]
+    assert redis.keys("SINGLETONLOCK_*") == []

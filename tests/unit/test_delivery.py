@@ -9,9 +9,11 @@ import pytest
 from celery import Celery
 from celery.schedules import schedule
 from kombu import Exchange, Queue
+from kombu.common import Broadcast
 
 from singlebeat import Entry
 from singlebeat.beat.delivery import Busy, Delivery, Reader, listed, queue_of
+from singlebeat.beat.destination import reaches_all
 
 NOON = datetime(2026, 12, 1, 12, tzinfo=UTC)
 
@@ -122,3 +124,24 @@ def test_the_queue_of_an_entry_comes_from_its_task_or_from_the_router():
 
     assert (of("routed.task"), of("own"), of("else")) == ("by route", "its own", "celery")
     assert of("broken") is None
+
+
+@pytest.mark.parametrize(
+    ("options", "is_to_all"),
+    [
+        ({}, False),
+        ({"queue": "one"}, False),
+        ({"queue": "all"}, True),
+        ({"exchange": "all"}, False),  # Celery sends it to the default queue
+        ({"queue": Queue("own", Exchange("own", "fanout"))}, True),
+        ({"exchange": "own", "exchange_type": "fanout"}, True),
+    ],
+)
+@pytest.mark.parametrize("is_routed", [False, True])
+def test_a_call_to_a_fanout_exchange_reaches_all(options, is_to_all, is_routed):
+    app = Celery(broker="redis://", set_as_current=False)
+    app.conf.task_queues = (Queue("one"), Broadcast("all"))
+    if is_routed and all(isinstance(value, str) for value in options.values()):
+        app.conf.task_routes, options = {"t": options}, {}
+
+    assert reaches_all(app, "t", options, (), {}) is is_to_all
