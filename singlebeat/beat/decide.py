@@ -70,7 +70,7 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str, jump:
         return Claim(stored, next_score, Meta(nominal, count), decision=repeated)
     if (paused := _paused(stored, occurrence, now, due)) is not None:
         # Its time moves on, so that it does not catch up when it resumes.
-        passed = Meta(nominal, count, ahead=ahead) if past.last_run_at else Meta(None, count, nominal)
+        passed = Meta(nominal, count, ahead=ahead) if past.last_run_at else Meta(None, count, nominal, ahead)
         return Claim(stored, next_score, passed, decision=paused)
     if (too_late := _missed(stored, occurrence, now, due)) is not None:
         return Claim(stored, next_score, Meta(nominal, count, ahead=ahead), decision=too_late)

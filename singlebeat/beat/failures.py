@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from kombu.exceptions import OperationalError
+from kombu.exceptions import ChannelError, OperationalError
+from kombu.exceptions import ConnectionError as AMQPConnectionError
 from kombu.utils.encoding import safe_repr
 from redis.exceptions import ConnectionError as RedisConnectionError
 
@@ -53,6 +54,9 @@ _NO_QUEUE = (
 #: Errors of an unreachable broker or locks' server.
 UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
 
+#: The classes of methods of AMQP that make a connection. A login is refused in answer to none, by the code of HTTP.
+_MAKING, _LOGIN, _FORBIDDEN = 10, 0, 403
+
 #: Errors of a message that cannot be made, as with an option of the wrong type or an unknown compression.
 UNUSABLE = (LookupError, TypeError, ValueError, DataError)
 
@@ -63,7 +67,10 @@ class UnreachableBrokerError(RedisConnectionError):
 
 def is_transient(exc: Exception) -> bool:
     """Return whether an attempt failed because a server is unreachable, so that a retry may succeed."""
-    return any(isinstance(cause, UNREACHABLE) and not _is_of_message(cause) for cause in causes(exc))
+    return any(
+        (isinstance(cause, UNREACHABLE) and not _is_of_message(cause)) or _refuses_connection(cause)
+        for cause in causes(exc)
+    )
 
 
 def causes(exc: BaseException | None) -> Iterator[BaseException]:
@@ -82,7 +89,15 @@ def causes(exc: BaseException | None) -> Iterator[BaseException]:
 
 def is_refusal(exc: Exception) -> bool:
     """Return whether a server has answered, and its answer is the error."""
-    return any(what_it_does(cause) == "refuses" for cause in causes(exc))
+    return any(what_it_does(cause) == "refuses" or _refuses_connection(cause) for cause in causes(exc))
+
+
+def _refuses_connection(exc: BaseException) -> bool:
+    """Return whether RabbitMQ lets nobody in: for the login, the virtual host, a right, or a limit of connections."""
+    if not isinstance(exc, AMQPConnectionError | ChannelError):
+        return False
+    group, *_ = getattr(exc, "method_sig", None) or (-1,)
+    return group == _MAKING or (group == _LOGIN and getattr(exc, "reply_code", None) == _FORBIDDEN)
 
 
 def _server_of(exc: BaseException) -> str:

@@ -94,36 +94,37 @@ class RabbitMQ(Server):
     @contextmanager
     def alarm(self) -> Iterator[None]:
         """Let the server take no messages for a while, as when memory or disk are short."""
-        self._control("set_vm_memory_high_watermark", "0.000001")
+        self.control("set_vm_memory_high_watermark", "0.000001")
         try:
-            wait_until(lambda: "memory" in self._control("eval", "rabbit_alarm:get_alarms()."), what="the alarm")
+            wait_until(lambda: "memory" in self.control("eval", "rabbit_alarm:get_alarms()."), what="the alarm")
             yield
         finally:
-            self._control("set_vm_memory_high_watermark", "0.4")
+            self.control("set_vm_memory_high_watermark", "0.4")
 
     @contextmanager
     def outage(self) -> Iterator[None]:
         """Let the server refuse connections for a while; durable queues and their messages outlive it."""
-        self._control("stop_app")
+        self.control("stop_app")
         try:
             yield
         finally:
-            self._control("start_app")
+            self.control("start_app")
 
     def messages(self) -> dict[str, int]:
         """Return how many messages each queue has, those that a consumer has taken included."""
-        rows = self._control("list_queues", "--silent", "--no-table-headers", "name", "messages").splitlines()
+        rows = self.control("list_queues", "--silent", "--no-table-headers", "name", "messages").splitlines()
         return {name: int(count) for name, _, count in (row.partition("\t") for row in rows) if count.isdigit()}
 
     def await_blocked(self) -> None:
         """Return when a message is held in an alarm."""
-        wait_until(lambda: "blocked" in self._control("list_connections", "state").split(), what="a held message")
+        wait_until(lambda: "blocked" in self.control("list_connections", "state").split(), what="a held message")
 
     def end_connections(self) -> None:
         """Let the server end all connections."""
-        self._control("close_all_connections", "by a test")
+        self.control("close_all_connections", "by a test")
 
-    def _control(self, *command: str) -> str:
+    def control(self, *command: str) -> str:
+        """Return what ``rabbitmqctl`` prints."""
         control = Path(find_rabbitmq()[0]).with_name("rabbitmqctl")
         done = subprocess.run([str(control), *command], env=self._environment, check=True, capture_output=True)
         return done.stdout.decode()

@@ -487,6 +487,41 @@ def test_an_entry_whose_queue_is_full_is_named(rabbit, server, redis, caplog):
         assert {record.entry for record in Schedule(app).history()} == {"e0", "e1"}
 
 
+REFUSALS = {
+    "login": (("change_password", "guest", "another"), ("change_password", "guest", "guest")),
+    "virtual host": (("clear_permissions", "guest"), ("set_permissions", "guest", ".*", ".*", ".*")),
+    "limit": (("set_vhost_limits", '{"max-connections": 0}'), ("set_vhost_limits", '{"max-connections": -1}')),
+}
+
+
+@pytest.mark.parametrize(("refuse", "admit"), REFUSALS.values(), ids=REFUSALS)
+def test_runs_outlive_a_broker_that_refuses_the_connection(refuse, admit, rabbit, server, redis, caplog):
+    conf = {**conf_of(rabbit, server), "task_default_queue": "admitted", "singlebeat_watchdog_timeout": None}
+    with make_app(rabbit.url, conf) as app:
+        for at in range(2):
+            Entry(f"e{at}", f"{APP}.plain", schedule(60), ["x"], app=app, run_on_start=True).save()
+        scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+        rabbit.control(*refuse)
+        try:
+            for _ in range(3):
+                scheduler.tick()
+            assert not Schedule(app).history()
+            assert redis.zcard("redbeat::pending") == 2
+        finally:
+            rabbit.control(*admit)
+        redis.zadd("redbeat::pending", dict.fromkeys(redis.zrange("redbeat::pending", 0, -1), 0), xx=True)
+
+        def sent() -> bool:
+            scheduler.tick()
+            return len(Schedule(app).history()) == 2
+
+        wait_until(sent, timeout=60, what="both runs")
+        scheduler.close()
+        assert {record.decision for record in Schedule(app).history()} == {"dispatched"}
+        events = [facts["event"] for record in caplog.records if (facts := getattr(record, "singlebeat", None))]
+        assert "unreachable" in events
+
+
 def test_a_message_that_reaches_no_queue_has_failed(rabbit, server, redis):
     """RabbitMQ confirms such a message, and drops it."""
     conf = {**conf_of(rabbit, server), "task_default_queue": "reached", "singlebeat_watchdog_timeout": None}

@@ -210,6 +210,21 @@ def test_a_time_before_that_which_a_clock_ahead_has_sent_is_made_up_for(app):
     assert (then.occurrence, then.decision.outcome) == (None, "run_before")
 
 
+@pytest.mark.parametrize("policy", [{}, {"paused": True}])
+def test_a_time_sent_by_a_clock_ahead_stays_known_behind_a_pause(app, policy):
+    """Of an entry that comes from a file, too, which has no last run here."""
+    sent, skipped = AHEAD, AHEAD + HOUR
+    reset = claim_of(app, crontab(minute=0), Meta(skipped, 3, sent=sent), NOW)
+    assert reset.meta.ahead == sent
+
+    entry = Entry("e", "shop.tick", crontab(minute=0), app=app)
+    past = Meta(None, 3, NOW, sent)
+    stored = Stored(entry.key, NOW.timestamp(), (), entry, past, EntryPolicy.of(policy), None)
+    claim = claim_for(stored, NOW + HOUR, zone=UTC, prefix="")
+
+    assert claim.meta.ahead == sent
+
+
 def test_a_run_that_is_made_up_for_names_no_later_one_as_the_last(app):
     reset = claim_of(app, crontab(minute=0), Meta(AHEAD, 3, sent=AHEAD), NOW)
 

@@ -330,8 +330,7 @@ class Meta:
 
     def counting_from(self, since: datetime | None, now: datetime) -> Meta:
         """Return the past of an entry that counts from a moment; what clocks that were ahead have sent stays known."""
-        sent = self.last_run_at if self.sent == self.last_run_at else None
-        known = (time for time in (sent, self.ahead) if time is not None and time > now)
+        known = (time for time in (self.sent, self.ahead) if time is not None and time > now)
         return replace(self, since=since, ahead=max(known, default=None))
 
     @classmethod
