@@ -18,7 +18,7 @@ from ..connections import schedule_client
 from ..errors import EntryError
 from .entries.definition import LONGEST_STEP_BACK
 from .entries.entry import Entry, Meta
-from .entries.fields import read_fields
+from .entries.fields import BATCH, read_fields
 from .entries.occurrence import Occurrence
 from .entries.pauses import READ_PAUSES, Pauses
 from .entries.statics import owner_of
@@ -504,13 +504,21 @@ def _waits(app: Celery, key: str, fields: StoredFields, now: float) -> bool:
     return entry.enabled and not entry.policy.paused
 
 
-def pending_occurrences(client: RedisClient, keys: Keys) -> Iterator[tuple[str, Occurrence, StoredFields]]:
-    """Yield the key of each entry with a pending occurrence, that, and its fields; ``MOST_READ`` entries at most."""
-    found = [keys.entry(member) for member in client.zrange(keys.pending, 0, MOST_READ - 1)]
-    for key, fields in zip(found, read_fields(client, found), strict=True) if found else ():
-        with suppress(EntryError):  # beat quarantines its entry
-            if not isinstance(fields, str) and fields[4]:
-                yield key, Occurrence.decode(fields[4]), fields
+def pending_occurrences(
+    client: RedisClient, keys: Keys, *, most: int = MOST_READ
+) -> Iterator[tuple[str, Occurrence, StoredFields]]:
+    """Yield the key of each entry with a pending occurrence, that, and its fields.
+
+    Args:
+        most: entries that are read; 0: all.
+    """
+    found = [keys.entry(member) for member in client.zrange(keys.pending, 0, most - 1)]
+    for at in range(0, len(found), BATCH):
+        batch = found[at : at + BATCH]
+        for key, fields in zip(batch, read_fields(client, batch), strict=True):
+            with suppress(EntryError):  # beat quarantines its entry
+                if not isinstance(fields, str) and fields[4]:
+                    yield key, Occurrence.decode(fields[4]), fields
 
 
 def _pending_dues(app: Celery, client: RedisClient, keys: Keys) -> Iterator[float]:

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import IO, TYPE_CHECKING, Any
@@ -23,11 +24,11 @@ from ..beat.entries.entry import Entry
 from ..beat.entries.fields import BATCH
 from ..beat.entries.save import save_entries
 from ..beat.entries.statics import Statics
-from ..beat.entries.timetable import EPOCH
+from ..beat.entries.timetable import EPOCH, TICK
 from ..beat.keys import Keys
 from ..beat.schedule import Schedule
 from ..beat.server_time import server_now
-from ..beat.status import ScheduleStatus, counted
+from ..beat.status import ScheduleStatus, counted, pending_occurrences
 from ..beat.store.claims import Stored
 from ..connections import schedule_client
 from ..errors import EntryError, UnknownEntryError
@@ -37,6 +38,8 @@ from .output import UNANSWERED, command, fail, is_strict, marked, progress, show
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from ..beat.entries.occurrence import Occurrence
 
 #: The fields of a row of an export.
 FIELDS = ("name", "definition", "policy", "meta")
@@ -59,14 +62,22 @@ def export_(app: Celery, as_json: bool) -> None:
     which beat ignores, are named and left out.
 
     A pause of one entry is in the file, a pause of many is not: each that lasts is named, with the command that makes
-    it on another server.
+    it on another server. A run of the schedule that beat has claimed, and not sent yet, is made up for after the
+    import; one that was triggered, or is of a backfill, is not in the file, and named.
     """
     entries, found, problems, warnings = Schedule(app), [], dict[str, EntryError](), dict[str, str]()
+    waiting = pending_occurrences(schedule_client(app), entries.keys, most=0)
+    pending = {entries.keys.name(key): occurrence for key, occurrence, _ in waiting}
 
     def add(entry: Entry) -> None:
+        if (occurrence := pending.get(entry.name)) is not None:
+            if not occurrence.is_scheduled:
+                warnings[entry.name] = "a run that was asked for, and is not sent yet, is left out"
+            entry = _before_claim(entry, occurrence)
         row = as_mapping(entry)
         if entry.ignored:
-            warnings[entry.name] = f"{entry.ignored}, and left out"
+            text = f"{entry.ignored}, and left out"
+            warnings[entry.name] = "; ".join(filter(None, (warnings.get(entry.name), text)))
         if is_strict(row):
             found.append(row)
         else:
@@ -93,6 +104,18 @@ def export_(app: Celery, as_json: bool) -> None:
         text = f"{pause}: this is not in the file. To pause them on another server, before the import: {pause.made_by}"
         click.echo(marked(text, "warning"), err=True)
     raise SystemExit(1 if problems else 0)
+
+
+def _before_claim(entry: Entry, occurrence: Occurrence) -> Entry:
+    """Return an entry with its past before its pending occurrence was claimed, so that this is made up for."""
+    past, last = entry.meta, entry.meta.last_run_at
+    before = past.without(occurrence)
+    if before is None or last is None or last.timestamp() != occurrence.nominal or past.sent == last:
+        return entry  # it is sent by now
+    since = None  # the times of an interval count from the run before
+    with suppress(Exception):  # a user's own schedule may raise anything
+        since = last - TICK if past.sent is None and entry.timetable.next(last - TICK) == last else None
+    return entry.with_past(replace(before, last_run_at=past.sent, since=since))
 
 
 class _Source(click.File):

@@ -23,6 +23,7 @@ from redbeat.schedules import rrule
 
 from singlebeat import Entry, Schedule, clocked
 from singlebeat.beat.entries.definition import Meta
+from singlebeat.beat.entries.occurrence import Kind, Occurrence
 from singlebeat.beat.entries.policy import EntryPolicy
 from singlebeat.beat.entries.timetable import Timetable
 from singlebeat.errors import EntryError
@@ -499,6 +500,32 @@ def test_a_past_of_a_wrong_clock_silences_no_imported_entry(cli, app, redis, ben
     assert (meta.last_run_at, meta.total_run_count) == (None, 3)
     assert redis.zscore("redbeat::schedule", "redbeat:e") == pytest.approx(time.time() + 3600, abs=60)
     assert "late place" not in cli("list").output
+
+
+@pytest.mark.parametrize("kind", [Kind.SCHEDULED, Kind.MANUAL])
+@pytest.mark.parametrize("when", ["interval", "rule", "once"])
+def test_a_claimed_run_that_is_not_sent_is_made_up_for_after_an_import(cli, bench, redis, when, kind):
+    """Its past counts it already."""
+    nominal = datetime.now(UTC).replace(microsecond=0) - timedelta(minutes=5)
+    every = {"interval": schedule(3600), "rule": rrule("HOURLY", dtstart=nominal - timedelta(days=1))}
+    bench.put("e", every=every.get(when, clocked(nominal)), last_run_at=nominal)
+    claimed = Occurrence.of("", "e", nominal, kind=kind)
+    redis.hset("redbeat:e", "pending", claimed.encode())
+    if when != "once":
+        redis.hset("redbeat:e", "sent", repr((nominal - timedelta(hours=1)).timestamp()))
+    redis.zadd("redbeat::pending", {"redbeat:e": 1})
+    count = bench.meta("e").total_run_count
+
+    answer = cli("export")
+    redis.flushall()
+    cli("import", "-", stdin=answer.stdout)
+    for _ in range(2):
+        bench.tick()
+
+    is_made_up_for = kind is Kind.SCHEDULED
+    assert [message.nominal for message in bench.messages] == [nominal] * is_made_up_for
+    assert bench.meta("e").total_run_count == count
+    assert ("a run that was asked for" in answer.stderr) is not is_made_up_for
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
