@@ -93,7 +93,7 @@ def is_refusal(exc: Exception) -> bool:
 
 
 def _refuses_connection(exc: BaseException) -> bool:
-    """Return whether RabbitMQ lets nobody in: for the login, the virtual host, a right, or a limit of connections."""
+    """Return whether RabbitMQ refuses the connection: for its login, virtual host or rights, or a limit."""
     if not isinstance(exc, AMQPConnectionError | ChannelError):
         return False
     group, *_ = getattr(exc, "method_sig", None) or (-1,)
