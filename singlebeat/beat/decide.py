@@ -41,13 +41,7 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str, jump:
         past = replace(past, since=None, ahead=ahead)  # a beat whose clock was behind took this time for wrong
     since = table.since(past.counts_from)
     if since is not None and since > now + (timedelta() if stored.score == WRONG_PAST else LONGEST_STEP_BACK):
-        pending, upcoming = stored.pending, table.next(now)
-        if pending is not None and pending.is_scheduled and last is not None and pending.nominal == last.timestamp():
-            past = replace(past, sent=last)  # is about to be sent
-        past = past.counting_from(now, now)
-        if upcoming is not None and upcoming == past.ahead and table.next(upcoming) is None and pending is None:
-            return Claim(stored, PARKED)  # its last time has already run, too early
-        return Claim(stored, table.score(upcoming), past)
+        return _counted_anew(stored, past, table, now)
     if since is None:  # as in RedBeat: the entry has never run, so it is due now
         nominal = table.first_at(datetime.fromtimestamp(stored.score, UTC) if stored.score > 0 else now, now)
     else:
@@ -75,6 +69,17 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str, jump:
     if (too_late := _missed(stored, occurrence, now, due)) is not None:
         return Claim(stored, next_score, Meta(nominal, count, ahead=ahead), decision=too_late)
     return Claim(stored, next_score, Meta(nominal, count + 1, ahead=ahead), occurrence)
+
+
+def _counted_anew(stored: Stored, past: Meta, table: Timetable, now: datetime) -> Claim:
+    """Let an entry count from now whose past comes from a wrong clock."""
+    last, pending, upcoming = past.last_run_at, stored.pending, table.next(now)
+    if pending is not None and pending.is_scheduled and last is not None and pending.nominal == last.timestamp():
+        past = replace(past, sent=last)  # is about to be sent
+    past = past.counting_from(now, now)
+    if upcoming is not None and upcoming == past.ahead and table.next(upcoming) is None and pending is None:
+        return Claim(stored, PARKED)  # its last time has already run, too early
+    return Claim(stored, table.score(upcoming), past)
 
 
 def dropped(stored: Stored, occurrence: Occurrence, now: datetime, *, zone: tzinfo) -> Decision | None:

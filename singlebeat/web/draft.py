@@ -434,15 +434,10 @@ def _pretty(value: object) -> str:
 def _json(value: object, **options: Any) -> str:
     """Return JSON as a person reads it; escaped if it has half of a surrogate pair, which no page can hold."""
     text = json.dumps(value, ensure_ascii=False, **options)
-    return text if text.isascii() or _is_text(text) else json.dumps(value, **options)
-
-
-def _is_text(text: str) -> bool:
-    try:
+    with suppress(UnicodeEncodeError):
         text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        return text
+    return json.dumps(value, **options)
 
 
 def _as_json(value: object) -> object:

@@ -271,7 +271,7 @@ def _wish(
     moved = not same_times or goes_on or score is None or is_broken or has_run_since  # a broken entry may be parked
     due_at = entry.timetable.due_at(past.counts_from, now) if moved else None
     writes_past = moved or not meta
-    is_from_elsewhere = (not definition or has_run_since) and past.sent is not None
+    brought = past.sent if not definition or has_run_since else None  # by a past that comes from elsewhere
     return _Wish(
         member,
         (definition, meta, policy, since, sent),
@@ -280,7 +280,7 @@ def _wish(
             past.encode() if writes_past else False,
             entry.policy.encode(),
             past.encode_since() if writes_past else False,
-            repr(past.sent.timestamp()) if past.sent is not None and is_from_elsewhere else False,
+            repr(brought.timestamp()) if brought is not None else False,
         ),
         repr(PARKED if due_at is None else due_at.timestamp()) if moved else "",
     )
