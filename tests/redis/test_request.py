@@ -636,7 +636,9 @@ def test_a_key_that_is_denied_to_the_worker_harms_no_other_lock(app, deliver, se
 def test_a_worker_that_may_not_announce_itself_renews_its_locks(app, deliver, server, redis, caplog):
     with without(server, "zrangebyscore") as url:
         app.conf.singleton_backend_url = url
-        run, renewer = deliver(task_of(app), ["a"]), renewer_of(app)
+        renewer = renewer_of(app)
+        renewer._started = True  # the test is its thread
+        run = deliver(task_of(app), ["a"])
         backend_of(app).begin(run.ticket.run, lease=1, remember_for=60, task="app.task", arguments="")
         run.time_start, renewer.name = time.time(), "host:1"
         for _ in range(2):
@@ -655,7 +657,9 @@ def test_a_worker_that_may_not_announce_itself_renews_its_locks(app, deliver, se
 
 def test_a_spoilt_key_of_the_workers_is_named_and_locks_are_renewed(app, deliver, redis, caplog, findings):
     redis.set("singlebeat:workers", "of another program")
-    run, renewer = deliver(task_of(app), ["a"]), renewer_of(app)
+    renewer = renewer_of(app)
+    renewer._started = True  # the test is its thread
+    run = deliver(task_of(app), ["a"])
     backend_of(app).begin(run.ticket.run, lease=1, remember_for=60, task="app.task", arguments="")
     run.time_start, renewer.name = time.time(), "host:1"
     renewer._renew(renewer._living())
