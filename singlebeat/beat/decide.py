@@ -29,46 +29,64 @@ def claim_for(stored: Stored, now: datetime, *, zone: tzinfo, prefix: str, jump:
         prefix: prefix of the schedule's keys.
         jump: the last jump of the clock, if one is known.
     """
-    entry, policy, past = stored.entry, stored.policy, stored.meta
-    table = Timetable(entry.name, entry.schedule, policy, zone)
+    policy, past = stored.policy, _known_past(stored.meta, now, jump)
+    table = Timetable(stored.entry.name, stored.entry.schedule, policy, zone)
     # An unconfirmed run is counted, and may still be un-counted: then the entry must not be parked yet.
     may_be_less = stored.pending is not None and stored.pending.is_scheduled
     if policy.max_runs is not None and past.total_run_count >= policy.max_runs and not may_be_less:
         return Claim(stored, PARKED)
-    last = past.last_run_at
-    if past.since is not None and last is not None and past.since < last <= now and jump and last in jump:
-        ahead = past.ahead if past.ahead is not None and past.ahead > now else None
-        past = replace(past, since=None, ahead=ahead)  # a beat whose clock was behind took this time for wrong
     since = table.since(past.counts_from)
     if since is not None and since > now + (timedelta() if stored.score == WRONG_PAST else LONGEST_STEP_BACK):
         return _counted_anew(stored, past, table, now)
-    if since is None:  # as in RedBeat: the entry has never run, so it is due now
-        nominal = table.first_at(datetime.fromtimestamp(stored.score, UTC) if stored.score > 0 else now, now)
-    else:
-        nominal = table.overdue(since, now)
-        if nominal is not None and nominal == past.ahead:  # its run came too early to stand for those before it
-            nominal = table.latest(since, nominal - TICK) or nominal
+    nominal = _latest_nominal(stored, past, table, now)
     if nominal is None or nominal > now:  # the score was a guess of another beat or another program
         return Claim(stored, table.score(nominal or table.next(since or now)), past if past != stored.meta else None)
-    next_score, due, ahead = table.score(table.next(nominal)), table.due(nominal), past.ahead
-    ahead = ahead if ahead is not None and ahead >= nominal else None
+    return _moved_on(stored, past, table, nominal, now, prefix)
+
+
+def _known_past(past: Meta, now: datetime, jump: Jump | None) -> Meta:
+    """Return the past of an entry, without what a beat whose clock was behind has noted of it.
+
+    That beat took the last time for wrong, and let the entry count from its own time, earlier than that one.
+    """
+    last = past.last_run_at
+    if past.since is not None and last is not None and past.since < last <= now and jump and last in jump:
+        return replace(past, since=None, ahead=past.ahead if past.ahead is not None and past.ahead > now else None)
+    return past
+
+
+def _latest_nominal(stored: Stored, past: Meta, table: Timetable, now: datetime) -> datetime | None:
+    """Return the latest nominal time that has come and was not decided; None or a later time if there is none."""
+    since = table.since(past.counts_from)
+    if since is None:  # as in RedBeat: the entry has never run, so it is due now
+        return table.first_at(datetime.fromtimestamp(stored.score, UTC) if stored.score > 0 else now, now)
+    nominal = table.overdue(since, now)
+    if nominal is not None and nominal == past.ahead:  # its run came too early to stand for those before it
+        return table.latest(since, nominal - TICK) or nominal
+    return nominal
+
+
+def _moved_on(stored: Stored, past: Meta, table: Timetable, nominal: datetime, now: datetime, prefix: str) -> Claim:
+    """Decide about a nominal time that has come: it runs, or is recorded as not run; the entry moves on behind it."""
+    entry, count, since = stored.entry, past.total_run_count, table.since(past.counts_from)
+    next_score, due = table.score(table.next(nominal)), table.due(nominal)
     is_late = now - due > CATCH_UP_AFTER or (since is not None and table.next(since) != nominal)
     kind = Kind.CATCH_UP if is_late else Kind.SCHEDULED
     before = past.last_run
     before = before if before is not None and before < nominal else None  # a clock that was ahead may have sent it
     occurrence = Occurrence.of(prefix, entry.name, nominal, previous=before, kind=kind)
-    count = past.total_run_count
-    if nominal == ahead:
+    passed = Meta(nominal, count, ahead=past.ahead if past.ahead is not None and past.ahead > nominal else None)
+    if nominal == past.ahead:
         why = "it was sent before, by a clock that was ahead"
         repeated = Decision(entry.name, entry.task, occurrence, DecisionType.RUN_BEFORE, why)
-        return Claim(stored, next_score, Meta(nominal, count), decision=repeated)
+        return Claim(stored, next_score, passed, decision=repeated)
     if (paused := _paused(stored, occurrence, now, due)) is not None:
-        # Its time moves on, so that it does not catch up when it resumes.
-        passed = Meta(nominal, count, ahead=ahead) if past.last_run_at else Meta(None, count, nominal, ahead)
+        # Its time moves on, so that it does not catch up when it resumes; it has still never run.
+        passed = passed if past.last_run_at else replace(passed, last_run_at=None, since=nominal)
         return Claim(stored, next_score, passed, decision=paused)
     if (too_late := _missed(stored, occurrence, now, due)) is not None:
-        return Claim(stored, next_score, Meta(nominal, count, ahead=ahead), decision=too_late)
-    return Claim(stored, next_score, Meta(nominal, count + 1, ahead=ahead), occurrence)
+        return Claim(stored, next_score, passed, decision=too_late)
+    return Claim(stored, next_score, replace(passed, total_run_count=count + 1), occurrence)
 
 
 def _counted_anew(stored: Stored, past: Meta, table: Timetable, now: datetime) -> Claim:

@@ -17,6 +17,7 @@ from celery.schedules import crontab, schedule
 from redbeat import RedBeatSchedulerEntry
 from redis import ConnectionPool, Redis
 from redis.connection import UnixDomainSocketConnection
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 
 from singlebeat import Entry, Schedule, signals
@@ -212,6 +213,28 @@ def test_changes_that_the_server_has_forgotten_are_noticed_once(app, redis, term
     term = TERM if not terms else Term(TERM.number + terms, "later")
 
     assert clock.check(NOW + 2 * minute, term) == (NOW if is_noticed else None)
+    assert clock.check(NOW + 3 * minute, term) is None
+
+
+@pytest.mark.parametrize("terms", [0, 1], ids=["same term", "next term"])
+def test_forgotten_changes_are_told_though_an_error_follows(app, redis, terms, monkeypatch):
+    """They are told by the next check."""
+    clock, minute = clock_of(app, redis), timedelta(minutes=1)
+    clock.check(NOW, TERM)
+    snapshot = redis.get("redbeat::clock")
+    clock.check(NOW + minute, TERM)
+    redis.set("redbeat::clock", snapshot)
+    term = Term(TERM.number + terms, "later") if terms else TERM
+
+    def fail(*_: object, **__: object) -> None:
+        raise RedisConnectionError
+
+    monkeypatch.setattr(clock.client, "zrangebyscore", fail)
+    with pytest.raises(RedisConnectionError):
+        clock.check(NOW + 2 * minute, term)
+    monkeypatch.undo()
+
+    assert clock.check(NOW + 2 * minute, term) == NOW
     assert clock.check(NOW + 3 * minute, term) is None
 
 

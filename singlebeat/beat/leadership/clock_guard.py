@@ -66,6 +66,7 @@ class Clock:
         self._term: Term | None = None
         self._latest = self._noted = LONG_AGO
         self._written: datetime | None = None  #: the time that this beat has stored last as the leader
+        self._lost: datetime | None = None  #: the time since which the server has lost changes; to be returned once
         self._stored = ""  #: the time that is stored, as far as this beat knows
         self.jump: Jump | None = None  #: the last one of more than ``LONGEST_STEP_BACK``
         self._waits = False  #: it was logged that entries wait for the clock to catch up
@@ -81,16 +82,8 @@ class Clock:
             The time since which the server has lost changes; None if no loss is known. A server that starts from a
             snapshot, or takes over from another one, may have forgotten its last changes.
         """
-        lost = None
         if term != self._term:
-            self._progress()
-            self._stored = self.client.get(self.keys.clock) or ""
-            self._latest = self._noted = shown = _moment(self._stored)
-            is_next = self._term is not None and term.number == self._term.number + 1  # no other beat led in between
-            self.jump = self.jump if is_next else None
-            if is_next and not term.lost and self._has_lost(shown):
-                lost = shown
-            self._written = None
+            self._begin(term)
         if now + LONGEST_STEP_BACK < self._latest:
             self._reschedule_ahead(now)
             self._latest, self.jump = now, None  # a jump was that of the wrong clock
@@ -107,15 +100,20 @@ class Clock:
             self._waits = False
             log.warning("beat: The clock has caught up: no entry waits for it any longer", event="clock_caught_up")
         if abs(now - self._noted) >= STORED_EVERY:
-            before = self._note(now, term)
-            if term.token and self._has_lost(before):
-                lost = before
-            # The server has come back as it was when its clock was ahead. Beats that share the work note times, too.
-            if (left := _moment(self._stored)) > self._latest + (timedelta() if term.token else LONGEST_STEP_BACK):
-                self._latest = left
-            self._noted, self._written = now, self._latest if term.token else None
-        self._term = term
+            self._note(now, term)
+        lost, self._lost = self._lost, None
         return lost
+
+    def _begin(self, term: Term) -> None:
+        """Read the stored time, because a term begins."""
+        self._progress()
+        self._stored = self.client.get(self.keys.clock) or ""
+        self._latest = self._noted = shown = _moment(self._stored)
+        is_next = self._term is not None and term.number == self._term.number + 1  # no other beat led in between
+        self.jump = self.jump if is_next else None
+        if is_next and not term.lost and self._has_lost(shown):
+            self._lost = shown
+        self._term, self._written = term, None
 
     def forget(self) -> None:
         """Forget what this beat has stored: its loss is known."""
@@ -125,19 +123,27 @@ class Clock:
         """Return whether a stored time shows that the server has lost what this beat has stored since."""
         return self._written is not None and LONG_AGO < stored < self._written - STORED_LATE
 
-    def _note(self, now: datetime, term: Term) -> datetime:
-        """Store the latest time; return the time that was stored before, long ago if there was none."""
+    def _note(self, now: datetime, term: Term) -> None:
+        """Store the latest time, and compare the one that was stored before."""
         self._progress()
-        keys = self.keys
-        before = self._store(repr(self._latest.timestamp()))
-        after_all = f"({LAST_INSTANT!r}", "+inf"
+        before = _moment(self._store(repr(self._latest.timestamp())))
+        if term.token and self._has_lost(before):
+            self._lost = before
+        self._correct_places()
+        # The server has come back as it was when its clock was ahead. Beats that share the work note times, too.
+        if (left := _moment(self._stored)) > self._latest + (timedelta() if term.token else LONGEST_STEP_BACK):
+            self._latest = left
+        self._noted, self._written = now, self._latest if term.token else None
+
+    def _correct_places(self) -> None:
+        """Make entries due whose places are no times."""
+        keys, after_all = self.keys, (f"({LAST_INSTANT!r}", "+inf")
         places = self.client.zrangebyscore(keys.schedule, *after_all, start=0, num=BATCH, withscores=True)
         if places:
             self.client.zadd(keys.schedule, {member: 0 for member, _ in places}, xx=True)
         for member, score in places:
             about = {"entry": keys.name(member), "place": score, "reason": "no time in seconds since 1970"}
             log.warning("beat: The place of '%(entry)s' is corrected", event="place_corrected", **about)
-        return _moment(before)
 
     def _store(self, latest: str) -> str:
         """Store a time unless another beat has stored a later one; return the time that was stored before."""
