@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from kombu.exceptions import ChannelError, OperationalError
-from kombu.exceptions import ConnectionError as AMQPConnectionError
+from kombu.exceptions import OperationalError
 from kombu.utils.encoding import safe_repr
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from ..connections import DataError, RedisError, ResponseError, broker_place, what_it_does
 from ..errors import LockBackendError, UnusableLockError
 from ..log import Log
+from ..rabbitmq_errors import NO_ROUTE, is_of_one_message, may_pass
 from ..server_errors import with_advice
 from .backoff import FIRST_RETRY, LAST_RETRY, Backoff
 from .store.probe import lock_refusal, lock_server_says
@@ -44,8 +44,7 @@ BROKER, LOCKS = "the broker", "the locks' server"
 #: Seconds between two tries of all commands that locks need, while the locks' server refuses one.
 TRY_LOCKS_EVERY = 1.0
 
-#: The code and the word of RabbitMQ for a message that it can deliver to no queue, and the advice about it.
-_NO_ROUTE_CODE, _NO_ROUTE = 312, "NO_ROUTE"
+#: The advice about a message that RabbitMQ can deliver to no queue.
 _NO_QUEUE = (
     "no queue is bound to that exchange with that routing key: start a worker that reads the queue, or correct "
     "exchange or routing_key"
@@ -53,9 +52,6 @@ _NO_QUEUE = (
 
 #: Errors of an unreachable broker or locks' server.
 UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
-
-#: The classes of methods of AMQP that make a connection. A login is refused in answer to none, by the code of HTTP.
-_MAKING, _LOGIN, _FORBIDDEN = 10, 0, 403
 
 #: Errors of a message that cannot be made, as with an option of the wrong type or an unknown compression.
 UNUSABLE = (LookupError, TypeError, ValueError, DataError)
@@ -66,10 +62,12 @@ class UnreachableBrokerError(RedisConnectionError):
 
 
 def is_transient(exc: Exception) -> bool:
-    """Return whether an attempt failed because a server is unreachable, so that a retry may succeed."""
+    """Return whether an attempt failed because of a server, so that a retry may succeed.
+
+    The server is unreachable, or refuses what it may allow later.
+    """
     return any(
-        (isinstance(cause, UNREACHABLE) and not _is_of_message(cause)) or _refuses_connection(cause)
-        for cause in causes(exc)
+        (isinstance(cause, UNREACHABLE) and not _is_of_message(cause)) or may_pass(cause) for cause in causes(exc)
     )
 
 
@@ -89,15 +87,7 @@ def causes(exc: BaseException | None) -> Iterator[BaseException]:
 
 def is_refusal(exc: Exception) -> bool:
     """Return whether a server has answered, and its answer is the error."""
-    return any(what_it_does(cause) == "refuses" or _refuses_connection(cause) for cause in causes(exc))
-
-
-def _refuses_connection(exc: BaseException) -> bool:
-    """Return whether RabbitMQ refuses the connection: for its login, virtual host or rights, or a limit."""
-    if not isinstance(exc, AMQPConnectionError | ChannelError):
-        return False
-    group, *_ = getattr(exc, "method_sig", None) or (-1,)
-    return group == _MAKING or (group == _LOGIN and getattr(exc, "reply_code", None) == _FORBIDDEN)
+    return any(what_it_does(cause) == "refuses" or may_pass(cause) for cause in causes(exc))
 
 
 def _server_of(exc: BaseException) -> str:
@@ -114,7 +104,7 @@ def in_words(exc: Exception) -> str:
 def unsendable(exc: Exception) -> str:
     """Return why a message can never be sent, and what to do."""
     why = safe_repr(exc.__context__ or exc)
-    return f"{why}: {_NO_QUEUE}" if _NO_ROUTE in why else why
+    return f"{why}: {_NO_QUEUE}" if NO_ROUTE in why else why
 
 
 def _is_of_message(exc: BaseException) -> bool:
@@ -145,21 +135,9 @@ class Failures:
         self._outage: LockBackendError | None = None  #: the last one of the locks' server
         self._ask_again_at = 0.0  #: monotonic: when that server may be asked for locks again
 
-    def may_have_lost_queue(self, message: Message, exc: Exception) -> bool:
-        """Return whether RabbitMQ has no queue for a message for the first time in a row.
-
-        The queue may have been deleted since this process has declared it. The next try declares it again.
-        """
-        is_first = not self.backoff.failures_of(message.entry.key)
-        return is_first and any(getattr(cause, "reply_code", None) == _NO_ROUTE_CODE for cause in causes(exc))
-
     def is_refused(self, message: Message, exc: Exception) -> bool:
-        """Return whether RabbitMQ answers and refuses one message; log it now and then, unless it lost the queue."""
-        if self.may_have_lost_queue(message, exc):
-            self.backoff.refused(message.entry.key)
-            return True
-        # By its name: a beat whose broker is Redis does not load the driver of RabbitMQ.
-        if not any(type(cause).__name__ == "MessageNacked" for cause in causes(exc)):
+        """Return whether RabbitMQ answers and refuses one message for now; log it now and then."""
+        if not any(map(is_of_one_message, causes(exc))):
             return False
         if self.backoff.refused(message.entry.key):
             self._log_refusal(message, exc)

@@ -15,7 +15,9 @@ from kombu.utils.encoding import safe_repr
 from ..broker import BrokerConnection
 from ..locks.base import RUN_HEADER
 from ..outbox import collecting, takes_outbox
+from ..rabbitmq_errors import reaches_no_queue
 from .calendar.recurrence import ENDING
+from .failures import causes
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult
@@ -97,6 +99,12 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
         Raises:
             SchedulingError: it could not be sent.
         """
+        try:
+            return self.apply_async(entry, advance=False)
+        except SchedulingError as exc:
+            if not any(map(reaches_no_queue, causes(exc))):
+                raise
+        # Its queue may have been deleted since this process has declared it: the new connection declares it again.
         return self.apply_async(entry, advance=False)
 
     @contextmanager

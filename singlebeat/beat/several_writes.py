@@ -267,7 +267,7 @@ class SeveralWrites:
                 self._confirmations.append(self._settle(attempt))
             elif not self.publisher.may_publish(self.term):
                 continue
-            elif is_transient(exc) or self.failures.may_have_lost_queue(message, exc):
+            elif is_transient(exc):
                 yield message, exc
             else:
                 self.dispatcher.release(*message.locks)

@@ -43,6 +43,7 @@ from ..locks.key import behind_key, readable
 from ..locks.modes import decode_arguments, equal_calls_may_differ, has_continuations
 from ..log import Log
 from ..monitors import same_trace
+from ..rabbitmq_errors import may_pass
 from ..run_results import DUPLICATE_REFUSED, REPLACED
 from ..server_errors import is_denied
 from .renewer import GATE_PAUSE, has_renewer
@@ -464,7 +465,11 @@ def postpone(
         while not _try_to_send_again(task, request, ticket, countdown, raises=time.monotonic() >= given_up):
             _pause()
     except Exception as exc:  # transports raise any exception
-        about = {"task": task.name, "id": ticket.task_id, "reason": safe_repr(exc)}
+        about = {
+            "task": task.name,
+            "id": ticket.task_id,
+            "reason": safe_repr(exc if str(exc) else exc.__cause__ or exc),
+        }
         is_blocked = isinstance(exc, BlockedError) or isinstance(exc.__cause__, BlockedError)
         if is_acknowledged and is_blocked:
             # Only this process has the message. RabbitMQ takes it when the alarm ends, unless it dies before.
@@ -493,7 +498,7 @@ def _try_to_send_again(task: Task, request: Context, ticket: Ticket, countdown: 
         # After failures, kombu leaves a closed channel in its pool: the next publish over it raises an AttributeError.
         unreachable = (*task.app.producer_pool.connections.connection.connection_errors, AttributeError)
         # Celery retries for less than a second, and a first connection not at all. It wraps the errors of transports.
-        if raises or not (isinstance(exc, unreachable) or isinstance(exc.__cause__, unreachable)):
+        if raises or not any(isinstance(each, unreachable) or may_pass(each) for each in (exc, exc.__cause__) if each):
             raise
         return False
     return True

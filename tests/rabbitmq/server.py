@@ -26,9 +26,10 @@ def find_rabbitmq() -> tuple[str, str] | None:
 
 
 class RabbitMQ(Server):
-    """A node of its own, with its own port mapper, on free ports of 127.0.0.1."""
+    """A node on free ports of 127.0.0.1, with its own port mapper unless it joins the cluster of another node."""
 
-    def __init__(self) -> None:
+    def __init__(self, joins: RabbitMQ | None = None) -> None:
+        self._joins = joins
         self.directory = Path(tempfile.mkdtemp(prefix="sbmq"))
         self._processes: list[subprocess.Popen[Any]] = []
         self._environment: dict[str, str] = {}
@@ -44,12 +45,23 @@ class RabbitMQ(Server):
         if found is None:
             raise RuntimeError("RabbitMQ is not installed: apt-get install rabbitmq-server")
         script, mapper = found
-        if not self._environment:
+        is_new = not self._environment
+        if is_new and self._joins is None:
             mapped = self._choose_ports()
             self._run([mapper, "-port", str(mapped), "-address", "127.0.0.1"])
+        elif is_new:
+            self._choose_ports()
         self._server = self._run([script])
         wait_until(lambda: self._answers(self._server), timeout=90, what="RabbitMQ to take connections")
+        if is_new and self._joins is not None:
+            for command in (["stop_app"], ["join_cluster", self._joins.name], ["start_app"]):
+                self.control(*command)
         return self
+
+    @property
+    def name(self) -> str:
+        """The node, as the others of its cluster name it."""
+        return self._environment["RABBITMQ_NODENAME"]
 
     def kill(self) -> None:
         """End the server at once, as a crash would; durable queues and what it has confirmed outlive it."""
@@ -74,7 +86,7 @@ class RabbitMQ(Server):
             "HOME": str(self.directory),  # for Erlang's cookie
             "ERL_EPMD_ADDRESS": "127.0.0.1",
             "ERL_EPMD_PORT": str(mapped),
-            "RABBITMQ_NODENAME": f"sb{os.getpid()}@localhost",
+            "RABBITMQ_NODENAME": f"sb{os.getpid()}{'joined' if self._joins else ''}@localhost",
             "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
             "RABBITMQ_NODE_PORT": str(self.port),
             "RABBITMQ_DIST_PORT": str(free_port()),
@@ -89,6 +101,9 @@ class RabbitMQ(Server):
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+S 1 +sbwt none -kernel inet_dist_use_interface {127,0,0,1}",
             "RUNNING_UNDER_SYSTEMD": "true",  # then the script becomes the server, instead of watching over it
         }
+        if self._joins is not None:
+            same = ("HOME", "ERL_EPMD_PORT")
+            self._environment |= {name: self._joins._environment[name] for name in same}
         return mapped
 
     @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from celery import Celery, chord
 from celery.beat import SchedulingError, Service
 from celery.schedules import schedule
-from kombu import Exchange, Queue
+from kombu import Connection, Exchange, Queue
 
 from singlebeat import Entry, Schedule, Scheduler
 from singlebeat.beat.lost_messages import BOUND, Found, LostMessages, Waiting, examine, may_yet_start
@@ -341,6 +341,30 @@ def test_a_run_that_waits_outlives_rabbitmq_in_an_alarm(options, task, acks_late
     assert oracle.max_concurrent("second") == 1
 
 
+def test_a_run_that_waits_outlives_a_queue_that_is_full(rabbit, celery, oracle, server):
+    """Only this process has its message, which the queue takes back when there is room."""
+    policy = ("full", "^crowded$", '{"max-length": 0, "overflow": "reject-publish"}')
+    stage = Stage(celery, oracle, {**conf_of(rabbit, server), **on_classic_queue("crowded")})
+    worker = stage.start("worker", "-c", "2").ready()
+    with stage.app() as app:
+        for call in ("first", "second"):
+            ticket = Ticket(call, "SINGLETONLOCK_{x}", "" if call == "second" else "SINGLETONLOCK_{x}", waits=True)
+            app.send_task(IN_TURN, (call, 60), task_id=call, headers={HEADER: ticket.header()})
+            oracle.wait_started(1, "first", timeout=60)
+        worker.wait_for(r"\[second\] waits for its turn", timeout=60)
+        before = worker.position
+        rabbit.control("set_policy", *policy)
+        try:
+            worker.wait_for(r"\[second\] waits for its turn", timeout=60, after=before)
+        finally:
+            rabbit.control("clear_policy", "full")
+        oracle.let_go("first")
+
+        oracle.wait_started(1, "second", timeout=60)
+        oracle.let_go("second")
+        oracle.wait_ended(1, "second", timeout=60)
+
+
 @pytest.mark.parametrize("alarmed", [True, False])
 def test_doctor_and_explain_name_the_alarm_of_rabbitmq(alarmed, rabbit, celery, oracle, server):
     entry = {"task": SINGLE, "schedule": schedule(3600), "args": ["x"]}
@@ -487,39 +511,100 @@ def test_an_entry_whose_queue_is_full_is_named(rabbit, server, redis, caplog):
         assert {record.entry for record in Schedule(app).history()} == {"e0", "e1"}
 
 
+#: What RabbitMQ refuses to all, and how that ends. The first ones concern connections, the others queues and messages.
 REFUSALS = {
     "login": (("change_password", "guest", "another"), ("change_password", "guest", "guest")),
     "virtual host": (("clear_permissions", "guest"), ("set_permissions", "guest", ".*", ".*", ".*")),
-    "limit": (("set_vhost_limits", '{"max-connections": 0}'), ("set_vhost_limits", '{"max-connections": -1}')),
+    "limit of connections": (
+        ("set_vhost_limits", '{"max-connections": 0}'),
+        ("set_vhost_limits", '{"max-connections": -1}'),
+    ),
+    "limit of channels": (("set_user_limits", "guest", '{"max-channels": 0}'), ("clear_user_limits", "guest", "all")),
+    "right to declare": (("set_permissions", "guest", "^$", ".*", ".*"), ("set_permissions", "guest", *[".*"] * 3)),
+    "right to write": (("set_permissions", "guest", ".*", "^$", ".*"), ("set_permissions", "guest", *[".*"] * 3)),
+    "limit of queues": (("set_vhost_limits", '{"max-queues": 0}'), ("set_vhost_limits", '{"max-queues": -1}')),
 }
 
 
-@pytest.mark.parametrize(("refuse", "admit"), REFUSALS.values(), ids=REFUSALS)
-def test_runs_outlive_a_broker_that_refuses_the_connection(refuse, admit, rabbit, server, redis, caplog):
-    conf = {**conf_of(rabbit, server), "task_default_queue": "admitted", "singlebeat_watchdog_timeout": None}
-    with make_app(rabbit.url, conf) as app:
-        for at in range(2):
-            Entry(f"e{at}", f"{APP}.plain", schedule(60), ["x"], app=app, run_on_start=True).save()
-        scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+@pytest.fixture
+def runs_outlive(rabbit, server, redis, caplog):
+    """Return a check that due runs stay pending in a context, and are sent after it."""
+
+    def check(refusing: AbstractContextManager[object], queue: str, event: str) -> None:
+        conf = {**conf_of(rabbit, server), "task_default_queue": queue, "singlebeat_watchdog_timeout": None}
+        with make_app(rabbit.url, conf) as app:
+            for at in range(2):
+                Entry(f"e{at}", f"{APP}.plain", schedule(60), ["x"], app=app, run_on_start=True).save()
+            scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+            with refusing:
+                for _ in range(3):
+                    scheduler.tick()
+                    try_again_now()
+                assert not Schedule(app).history()
+                assert redis.zcard("redbeat::pending") == 2
+
+            def sent() -> bool:
+                scheduler.tick()
+                try_again_now()
+                return len(Schedule(app).history()) == 2
+
+            wait_until(sent, timeout=60, what="both runs")
+            scheduler.close()
+            assert {record.decision for record in Schedule(app).history()} == {"dispatched"}
+            events = [facts["event"] for record in caplog.records if (facts := getattr(record, "singlebeat", None))]
+            assert event in events
+
+    def try_again_now() -> None:
+        if pending := redis.zrange("redbeat::pending", 0, -1):
+            redis.zadd("redbeat::pending", dict.fromkeys(pending, 0), xx=True)
+
+    return check
+
+
+@pytest.mark.parametrize("refused", REFUSALS)
+def test_runs_outlive_a_broker_that_refuses_them(refused, rabbit, runs_outlive):
+    @contextmanager
+    def refusing() -> Iterator[None]:
+        refuse, admit = REFUSALS[refused]
         rabbit.control(*refuse)
         try:
-            for _ in range(3):
-                scheduler.tick()
-            assert not Schedule(app).history()
-            assert redis.zcard("redbeat::pending") == 2
+            yield
         finally:
             rabbit.control(*admit)
-        redis.zadd("redbeat::pending", dict.fromkeys(redis.zrange("redbeat::pending", 0, -1), 0), xx=True)
 
-        def sent() -> bool:
-            scheduler.tick()
-            return len(Schedule(app).history()) == 2
+    queue = f"refused by its {refused}"
+    runs_outlive(refusing(), queue, "unreachable" if [*REFUSALS].index(refused) < 4 else "refused")
 
-        wait_until(sent, timeout=60, what="both runs")
-        scheduler.close()
-        assert {record.decision for record in Schedule(app).history()} == {"dispatched"}
-        events = [facts["event"] for record in caplog.records if (facts := getattr(record, "singlebeat", None))]
-        assert "unreachable" in events
+
+def test_runs_outlive_a_queue_with_other_arguments(rabbit, runs_outlive):
+    """Somebody has declared it otherwise: it is to be deleted, or the setting corrected."""
+
+    @contextmanager
+    def declared_otherwise() -> Iterator[None]:
+        with Connection(rabbit.url) as connection:
+            connection.default_channel.queue_declare("otherwise", arguments={"x-max-priority": 5}, auto_delete=False)
+            yield
+            connection.default_channel.queue_delete("otherwise")
+
+    runs_outlive(declared_otherwise(), "otherwise", "refused")
+
+
+def test_runs_outlive_the_node_of_a_cluster_that_has_their_queue(rabbit, runs_outlive):
+    """As in each rolling upgrade: beat reaches another node, which has no place for the message meanwhile."""
+    with RabbitMQ(joins=rabbit) as node:
+
+        @contextmanager
+        def node_away() -> Iterator[None]:
+            with Connection(node.url) as connection:
+                Queue("at home elsewhere", Exchange("at home elsewhere"), "at home elsewhere")(connection).declare()
+            with node.outage():
+                yield
+
+        try:
+            runs_outlive(node_away(), "at home elsewhere", "refused")
+        finally:
+            node.control("stop_app")
+            rabbit.control("forget_cluster_node", node.name)
 
 
 def test_a_message_that_reaches_no_queue_has_failed(rabbit, server, redis):
@@ -532,8 +617,6 @@ def test_a_message_that_reaches_no_queue_has_failed(rabbit, server, redis):
             Entry(f"e{at}", f"{APP}.plain", schedule(60), ["x"], options=options, app=app, run_on_start=True).save()
             redis.zadd("redbeat::schedule", {f"redbeat:e{at}": at})
         scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
-        scheduler.tick()
-        redis.zadd("redbeat::pending", {"redbeat:e1": 0}, xx=True)  # it is tried once more
         scheduler.tick()
         scheduler.close()
 
@@ -554,8 +637,6 @@ def test_a_run_whose_queue_was_deleted_gets_it_again(rabbit, server, redis, opti
         scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
         for name in ("e0", "e1", "e2"):
             Entry(name, f"{APP}.plain", schedule(60), [name], options=options, app=app, run_on_start=True).save()
-            scheduler.tick()
-            redis.zadd("redbeat::pending", {f"redbeat:{name}": 0}, xx=True)
             scheduler.tick()
             assert connection.default_channel.queue_delete("deleted") == 1, name
         scheduler.close()
