@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kombu import Queue
+from kombu.common import Broadcast
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -47,6 +48,8 @@ def queue_of_call(
     """
     route = _route(app, task, options, args, kwargs)
     queue: Any = route["queue"]
+    if isinstance(queue, Broadcast):  # its name is another one in each process
+        return ""
     exchange, routing_key = route.get("exchange"), route.get("routing_key")
     kind = route.get("exchange_type") or _kind_of(queue)
     if (not exchange or not routing_key) and kind == "direct":  # as Celery does in ``send_task_message``
@@ -69,7 +72,12 @@ def reaches_all(app: Celery, task: str, options: Options, args: Arguments, kwarg
     if "fanout" not in {*kinds, options.get("exchange_type")}:  # without the routers, which may be slow
         return False
     route = _route(app, task, options, args, kwargs)
-    return (route.get("exchange_type") or _kind_of(route["queue"])) == "fanout"  # as Celery decides
+    exchange, kind = route.get("exchange"), route.get("exchange_type") or _kind_of(route["queue"])
+    if exchange and route.get("routing_key"):  # else Celery sends it to the queue
+        name = getattr(exchange, "name", exchange)
+        of_name = (_kind_of(queue) for queue in app.amqp.queues.values() if getattr(queue.exchange, "name", "") == name)
+        kind = route.get("exchange_type") or getattr(exchange, "type", None) or next(of_name, kind)
+    return bool(kind == "fanout")
 
 
 def _route(

@@ -521,6 +521,7 @@ def _send_again(
         headers=headers,
         **shown,
         **encoding,
+        **_to_one_worker(task.app, request),
     )
 
     def publish(**options: object) -> None:
@@ -533,6 +534,21 @@ def _send_again(
             publish()
         else:
             sender.send(publish)
+
+
+def _to_one_worker(app: Celery, request: Context) -> Mapping[str, Any]:
+    """Return options that send a message to this worker alone, if a fanout exchange has brought it.
+
+    Each worker has got it. Sent to that exchange, each would get that of each other as well, and so on.
+    """
+    info = request.delivery_info or {}
+    exchange, name = info.get("exchange"), info.get("routing_key")  # the latter is its queue if it was sent here before
+    own = [queue for queue in app.amqp.queues.values() if getattr(queue.exchange, "type", None) == "fanout"]
+    own = [queue for queue in own if (queue.exchange.name == exchange if exchange else queue.name == name)]
+    # In Redis, no worker reads the key of such a queue.
+    if not own or app.producer_pool.connections.connection.transport.driver_type != "amqp":
+        return {}
+    return {"queue": own[0], "exchange": None, "routing_key": None, "exchange_type": "direct", "declare": []}
 
 
 def _sendable(app: Celery, countdown: float) -> float:

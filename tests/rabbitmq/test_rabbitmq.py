@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +15,7 @@ from celery import Celery, chord
 from celery.beat import SchedulingError, Service
 from celery.schedules import schedule
 from kombu import Connection, Exchange, Queue
+from kombu.common import Broadcast
 
 from singlebeat import Entry, Schedule, Scheduler
 from singlebeat.beat.lost_messages import BOUND, Found, LostMessages, Waiting, examine, may_yet_start
@@ -798,3 +800,31 @@ def test_an_entry_on_a_broadcast_queue_runs_on_each_worker(rabbit, celery, oracl
     pids = {task_id: {run.pid for run in runs if run.id == task_id} for task_id in (first, second)}
     assert [len(each) for each in pids.values()] == [2, 2]
     assert redis.keys("SINGLETONLOCK_*") == []
+
+
+def test_a_singleton_on_a_broadcast_queue_waits_in_one_queue_for_each_worker(
+    rabbit, celery, oracle, server, redis, tmp_path
+):
+    """Sent to all again, each of its copies would become one for each worker, again and again."""
+    (tmp_path / "with_broadcast.py").write_text(WITH_BROADCAST)
+    start = partial(celery, app="with_broadcast", env={"SB_TEST_URL": rabbit.url}, conf=conf_of(rabbit, server))
+    workers = [start("worker", "-c", "2", "-n", f"{name}@h").ready() for name in "abc"]
+
+    def times(line: str) -> list[int]:
+        return [len(re.findall(line, worker.text)) for worker in workers]
+
+    def are_tried(waits: str) -> bool:
+        return sum(each >= 4 for each in times(waits)) >= 2
+
+    with make_app(rabbit.url, conf_of(rabbit, server)) as app:
+        app.conf.task_queues = (Broadcast("all"),)
+        calls = [app.tasks[IN_TURN].apply_async(("one", 60), queue="all") for _ in range(2)]
+        for number in (1, 2):
+            (*_, run) = oracle.wait_started(number, "one", timeout=60)
+            received, waits = rf"\[{run.id}\] received", rf"\[{run.id}\] waits for its turn"
+            wait_until(partial(are_tried, waits), timeout=60, what="four tries of two copies")
+            assert all(got <= 1 + sent for got, sent in zip(times(received), times(waits), strict=True))
+            oracle.let_go("one")
+        assert [call.get(timeout=60) for call in calls] == ["one"] * 2
+        wait_until(lambda: not redis.keys("SINGLETONLOCK_*[^e]"), timeout=60, what="the end of the locks")
+    assert (oracle.started("one"), oracle.max_concurrent("one")) == (2, 1)

@@ -133,6 +133,8 @@ def test_the_queue_of_an_entry_comes_from_its_task_or_from_the_router():
         ({"queue": "one"}, False),
         ({"queue": "all"}, True),
         ({"exchange": "all"}, False),  # Celery sends it to the default queue
+        ({"exchange": "all", "routing_key": "any"}, True),
+        ({"exchange": "one", "routing_key": "any"}, False),
         ({"queue": Queue("own", Exchange("own", "fanout"))}, True),
         ({"exchange": "own", "exchange_type": "fanout"}, True),
     ],
@@ -145,3 +147,13 @@ def test_a_call_to_a_fanout_exchange_reaches_all(options, is_to_all, is_routed):
         app.conf.task_routes, options = {"t": options}, {}
 
     assert reaches_all(app, "t", options, (), {}) is is_to_all
+
+
+def test_a_broadcast_queue_has_another_name_in_each_process():
+    app = Celery(broker="redis://", set_as_current=False)
+    app.conf.task_queues = (Queue("one"), Broadcast("all"))
+
+    def of(queue: str) -> str | None:
+        return queue_of(app, Entry("e", "t", schedule(60), options={"queue": queue}, app=app))
+
+    assert (of("one"), of("all")) == ("one", None)
