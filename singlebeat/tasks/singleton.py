@@ -233,7 +233,7 @@ class Singleton(Task):  # type: ignore[misc]
         if is_eager:
             key = self.generate_lock(self.name, args, kwargs)
             done = run_eagerly(self, key, task_id, publish, overlap=overlap)
-            return self._duplicate(done, args, kwargs, overlap) if isinstance(done, Holder) else done
+            return self._duplicate(done, args, kwargs, overlap, given) if isinstance(done, Holder) else done
         if (run := own or self._replaced_run(task_id, args, kwargs, options)) is not None:
             return self._hand_over_and_send(run, options, publish)
         key = str(self.generate_lock(self.name, args, kwargs))
@@ -244,7 +244,7 @@ class Singleton(Task):  # type: ignore[misc]
             if self.singleton_config.singleton_on_backend_error != "run":
                 raise
             return self._send_without_lock(unlocked_ticket(self, task_id, key, overlap), publish, exc)
-        return self._duplicate(sent.holder, args, kwargs, overlap) if isinstance(sent, Refused) else sent
+        return self._duplicate(sent.holder, args, kwargs, overlap, given) if isinstance(sent, Refused) else sent
 
     def _publisher(
         self, args: Arguments | None, kwargs: NamedArguments | None, task_id: str, given: dict[str, Any]
@@ -351,7 +351,7 @@ class Singleton(Task):  # type: ignore[misc]
         """Return the result of one of many calls, once it is sent."""
         (args, kwargs, _), (ticket, overlap, given, publish) = call, planned
         if isinstance(outcome, Refused):
-            return self._duplicate(outcome.holder, args, kwargs, overlap)
+            return self._duplicate(outcome.holder, args, kwargs, overlap, given)
         if isinstance(outcome, LockBackendError):
             if self.singleton_config.singleton_on_backend_error != "run":
                 raise outcome
@@ -408,7 +408,12 @@ class Singleton(Task):  # type: ignore[misc]
             release_later(self.app, successor.run)
 
     def _duplicate(
-        self, holder: Holder, args: Arguments | None, kwargs: NamedArguments | None, overlap: Overlap
+        self,
+        holder: Holder,
+        args: Arguments | None,
+        kwargs: NamedArguments | None,
+        overlap: Overlap,
+        options: Options,
     ) -> AsyncResult:
         about = {"task": self.name, "holder": holder.task_id, "state": holder.state, "holder_entry": holder.entry}
         log.info("%(task)s is a duplicate of task %(holder)s: not sent", event="duplicate", **about)
@@ -419,6 +424,8 @@ class Singleton(Task):  # type: ignore[misc]
         result = self.on_duplicate(holder.task_id)
         if isinstance(result, AsyncResult):
             result.is_duplicate, result.holder = True, holder
+            # As Celery does for a call that is sent: nobody waits for a result that is not stored.
+            result.ignored = bool(options.get("ignore_result", self.ignore_result))
         return result
 
     def on_duplicate(self, existing_task_id: str) -> AsyncResult:

@@ -126,6 +126,22 @@ def test_a_duplicate_is_refused_in_one_round_trip_without_a_message(app, redis, 
     assert values(redis) == [1]
 
 
+@pytest.mark.parametrize("by", ["task", "app", "call", "none"])
+@pytest.mark.parametrize("many", [False, True])
+def test_a_result_that_is_not_stored_is_awaited_of_no_duplicate_either(app, by, many):
+    app.conf.task_ignore_result = by == "app"
+    task = define(app, **({"ignore_result": True} if by == "task" else {}))
+    options = {"ignore_result": True} if by == "call" else {}
+
+    def call() -> Any:
+        return task.apply_async_many([([1], {}, options)])[0] if many else task.apply_async([1], **options)
+
+    first, again = call(), call()
+
+    assert (first.is_duplicate, again.is_duplicate) == (False, True)
+    assert first.ignored is again.ignored is (by != "none")
+
+
 def test_a_refused_message_leaves_no_subscription(app, redis):
     task = define(app)
     kept = task.delay(1)
