@@ -6,14 +6,18 @@ import copy
 import json
 import traceback
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import UTC, date, datetime, time, timedelta, timezone
+from decimal import Decimal
 from typing import Any
+from uuid import UUID
 from zoneinfo import ZoneInfo
 
 import pytest
 from celery import Celery
 from celery.schedules import crontab, schedule
 from dateutil.rrule import FR, MO
+from kombu.utils import json as kombu_json
+from redbeat.decoder import RedBeatJSONDecoder
 from redbeat.schedules import rrule
 
 from singlebeat import Entry
@@ -235,6 +239,54 @@ def test_a_broken_field_since_is_an_error_that_names_it(text):
 
 def test_unknown_fields_of_meta_are_left_alone():
     assert Meta.decode('{"last_status": "ok", "total_run_count": 2}') == Meta(None, 2)
+
+
+VALUES = [
+    date(2026, 1, 2),
+    time(3, 4, 5),
+    datetime(2026, 1, 2, 3, 4),  # noqa: DTZ001 - so it reaches its task
+    Decimal("1.50"),
+    UUID(int=7),
+    b"abc",
+    b"\xff",
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_an_argument_reaches_its_task_as_it_does_from_plain_beat(app, value):
+    """RedBeat passes it on unread in the form that is stored, but for a datetime."""
+    deep = {"in": [value]}
+
+    stored = Entry("e", "t", schedule(60), [value], {"deep": deep}, app=app).encode()
+
+    assert kombu_json.loads(stored)["args"] == [value]
+    entry = Entry.decode("e", stored, app)
+    assert (entry.args, entry.kwargs) == ([value], {"deep": deep})
+    assert type(entry.args[0]) is type(value)
+    assert getattr(entry.args[0], "tzinfo", None) is None
+    assert entry.encode() == stored
+    if not isinstance(value, datetime):
+        assert json.loads(stored, cls=RedBeatJSONDecoder)["args"] == json.loads(stored)["args"]
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ({"__type__": "model", "__value__": 1}, True),
+        ({"__type__": "date", "__value__": "2026-01-01", "more": 1}, True),
+        ({"__type__": "date", "__value__": "soon"}, False),
+        ({"__type__": "uuid", "__value__": []}, False),
+    ],
+    ids=str,
+)
+def test_a_value_of_another_kind_is_left_as_it_is_and_a_wrong_one_is_refused(app, written, read):
+    stored = json.dumps({"task": "t", "schedule": {"__type__": "interval", "every": 60}, "args": [written]})
+
+    if read:
+        assert Entry.decode("e", stored, app).args == [written]
+    else:
+        with pytest.raises(EntryError, match=r"'args.0' has the __type__ '(date|uuid)', which its other fields do not"):
+            Entry.decode("e", stored, app)
 
 
 @pytest.mark.parametrize("fold", [0, 1])

@@ -349,6 +349,9 @@ def examples() -> list[tuple[str, Any]]:
             found += [(field, json.loads(text)) for field, text in zip(words[::2], words[1::2], strict=True)]
         elif line.strip().startswith('{"__type__"'):
             found.append(("definition", {"task": "t", "schedule": json.loads(line.partition(" //")[0])}))
+        elif line.strip().startswith('[{"__type__"'):
+            args = json.loads(line.partition(" //")[0])
+            found.append(("definition", {"task": "t", "args": args, "schedule": {"__type__": "interval", "every": 5}}))
     return found
 
 

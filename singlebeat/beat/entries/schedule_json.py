@@ -1,4 +1,4 @@
-"""Schedules as JSON: RedBeat's format, read leniently, and kinds that RedBeat cannot store."""
+"""Schedules and arguments as JSON: RedBeat's format, read leniently, and values that RedBeat cannot store."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from celery.exceptions import ImproperlyConfigured
 from celery.schedules import BaseSchedule, crontab, schedule, solar
 from celery.utils.saferepr import saferepr
 from dateutil.rrule import weekday, weekdays
+from kombu.utils import json as kombu_json
 from redbeat.decoder import RedBeatJSONDecoder, RedBeatJSONEncoder
 from redbeat.schedules import rrule
 
@@ -37,12 +38,21 @@ TIMES_END = {"byhour": 24, "byminute": 60, "bysecond": 60}
 RRULE_FIELDS = ("freq", "interval", "wkst", "count", *DATE_PARTS, *TIMES_END)
 
 
+#: The values that JSON has no form for, and that messages hold in that of kombu: an argument is stored as it is sent.
+#: RedBeat passes this form on unread, but for a datetime, of which it has one of its own, with a zone.
+OF_KOMBU = frozenset({"date", "time", "datetime", "decimal", "uuid", "bytes", "base64"})
+
+_kombu = kombu_json.JSONEncoder()
+
+
 class Decoder(RedBeatJSONDecoder):  # type: ignore[misc]
     """A decoder of RedBeat's JSON that accepts the omissions and spellings of writers in other languages."""
 
     def dict_to_object(self, d: dict[str, Any]) -> object:
         """Return the value that a JSON object stands for, the object itself if its type is unknown."""
         kind = d.get("__type__")
+        if isinstance(kind, str) and kind in OF_KOMBU and d.keys() == {"__type__", "__value__"}:
+            return kombu_json.object_hook(d)
         if kind == "interval":
             if "every" not in d:
                 raise ValueError("an interval needs every, a number of seconds")
@@ -72,9 +82,14 @@ class Encoder(RedBeatJSONEncoder):  # type: ignore[misc]
             return {"__type__": "clocked", "instant": obj.isoformat()}
         if isinstance(obj, solar):
             return {"__type__": "solar", "event": obj.event, "lat": obj.lat, "lon": obj.lon}
+        if isinstance(obj, datetime) and obj.tzinfo is None:
+            return _kombu.default(obj)  # RedBeat would store it as one in UTC
         if isinstance(obj, datetime) and obj.utcoffset() != obj.replace(fold=0).utcoffset():
             obj = obj.astimezone(UTC)  # in the hour that comes twice: the format has no field for which one
-        raw = super().default(obj)
+        try:
+            raw = super().default(obj)
+        except TypeError:
+            return _kombu.default(obj)
         if isinstance(obj, weekday) and obj.n:  # RedBeat reads n, and does not write it
             return {**raw, "n": obj.n}
         if isinstance(obj, crontab):
