@@ -14,7 +14,7 @@ from zoneinfo import ZoneInfo
 from celery.schedules import BaseSchedule
 
 from ..beat.entries.policy import EntryPolicy
-from ..beat.entries.schedule_json import Decoder, Encoder, decode_schedule
+from ..beat.entries.schedule_json import Decoder, Encoder, decode_schedule, encode_schedule
 from ..errors import EntryError
 from ..masking import MASK
 
@@ -339,7 +339,7 @@ def _of_schedule(when: BaseSchedule, zone: tzinfo, *, is_own: bool) -> dict[str,
         is_own: whether the zone is the entry's own.
     """
     try:
-        raw = json.loads(json.dumps(when, cls=Encoder))
+        raw = encode_schedule(when)
     except (TypeError, ValueError):  # only the code can give it
         return {"kind": "json", "json": ""}
     as_json = {"kind": "json", "json": _pretty(raw)}

@@ -11,7 +11,7 @@ from singlebeat import Entry, Schedule, Singleton
 
 SECRET = "hunter2"
 KWARGS = {"user": "ann", "api_token": SECRET, "more": [{"Password": SECRET}], "to": f"https://ann:{SECRET}@shop.test/"}
-UNREADABLE = {"__type__": "interval", "every": SECRET}
+UNREADABLE = {"__type__": "date", "__value__": SECRET}
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def test_no_command_shows_a_secret_argument(cli, entry, no_worker_is_awaited, co
         {"enabled": "perhaps"},
         {"task": 5, "args": ["ann"]},
         {"args": {"password": SECRET}},
-        {"kwargs": {"password": {"__type__": "interval", "every": SECRET}}},
-        {"options": {"headers": {"x-secret": {"__type__": "crontab", "minute": SECRET}}}},
+        {"kwargs": {"password": {"__type__": "datetime", "year": SECRET}}},
+        {"options": {"headers": {"x-secret": {"__type__": "uuid", "__value__": SECRET}}}},
     ],
 )
 def test_the_raw_strings_of_a_broken_entry_show_no_secret(cli, entry, redis, broken, options):
@@ -71,7 +71,7 @@ def test_a_secret_that_cannot_be_decoded_is_in_no_log_and_no_reason(
     bench.tick()
 
     reason = redis.hgetall("redbeat::quarantine")["redbeat:n"]
-    assert "'kwargs.password' has the __type__ 'interval'" in reason
+    assert "'kwargs.password' has the __type__ 'date'" in reason
     shown = [cli(*command).output for command in (("explain", "n"), ("show", "n"), ("list",), ("history", "n"))]
     assert SECRET not in f"{reason} {caplog.text} {shown}"
 

@@ -3524,7 +3524,7 @@ POISON: dict[str, dict[str, Any]] = {
     "a run count beyond numbers": {"meta": '{"total_run_count": NaN}'},
     "a past that is a weekday which is none": {"meta": '{"last_run_at": {"__type__": "weekday", "wkday": 9}}'},
     "a wish that is a weekday which is none": {"policy": '{"note": {"__type__": "weekday", "wkday": 9}}'},
-    "a weekday that is none among the arguments": {"args": [{"__type__": "weekday", "wkday": 0, "n": "x"}]},
+    "a date that is none among the arguments": {"args": [{"__type__": "date", "__value__": "x"}]},
     "a past at the end of the calendar": {"meta": '{"last_run_at": "0001-01-01T00:00:00+01:00"}'},
     "a broken occurrence": {"pending": "{"},
     "a lone surrogate in the id of an occurrence": {"pending": '{"id": "\\ud800", "nominal": 1.0}'},
@@ -3551,12 +3551,6 @@ POISON: dict[str, dict[str, Any]] = {
     "a countdown beyond the calendar": {"options": {"countdown": 1e18}},
     "a countdown that is not a number": {"options": {"countdown": float("nan")}},
     "an expiry without end": {"options": {"expires": float("inf")}},
-    "an object among the arguments": {"task": PLAIN, "args": [{"__type__": "crontab"}]},
-    "an object among the arguments of one that buffers": {
-        "task": PLAIN,
-        "args": [{"__type__": "crontab"}],
-        "policy": '{"overlap": "buffer_all"}',
-    },
 }
 
 

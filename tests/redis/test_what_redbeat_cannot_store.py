@@ -13,6 +13,7 @@ import pytest
 from celery.beat import BeatLazyFunc
 from celery.schedules import BaseSchedule, crontab, schedstate, schedule, solar
 from dateutil.rrule import MO
+from kombu import Exchange, Queue
 from redbeat.schedules import rrule
 
 from singlebeat import Entry, Schedule, clocked
@@ -306,6 +307,35 @@ def test_a_lazy_argument_may_be_positional(bench):
     beat.tick()
 
     assert [message.args for message in bench.messages] == [["e", 3]]
+
+
+@pytest.mark.parametrize("task", [PLAIN, SINGLE])
+@pytest.mark.parametrize(
+    "options",
+    [{"queue": Queue("own", Exchange("own"), "own")}, {"exchange": Exchange("celery"), "routing_key": "celery"}],
+    ids=["queue", "exchange"],
+)
+def test_a_queue_or_an_exchange_can_come_from_beat_schedule(bench, redis, task, options):
+    """As for plain beat. Others see that the code gives it, and keep it when they edit the entry."""
+    item = {"task": task, "args": ["e"], "schedule": 3600, "options": options, "run_on_start": True}
+    beat = bench.scheduler(beat_schedule={"e": item})
+    beat.tick()
+    entries = Schedule(beat.app)
+    entries.upsert("e", task, schedule(1800), args=["e"], options=entries.get("e").options)
+    bench.make_due()
+    beat.tick()
+
+    assert json.loads(redis.hget("redbeat:e", "definition"))["options"] == {
+        name: value if isinstance(value, str) else {"__type__": "given"} for name, value in options.items()
+    }
+    assert bench.decisions == ["dispatched", "dispatched" if task == PLAIN else "skipped_overlap"]
+    queue = "own" if "queue" in options else "celery"
+    assert redis.llen(queue) == (2 if task == PLAIN else 1)
+
+
+def test_a_queue_of_a_program_cannot_be_stored(app):
+    with pytest.raises(EntryError, match="entry 'e' cannot be stored: Object of type Queue is not JSON serializable"):
+        Entry("e", PLAIN, schedule(60), options={"queue": Queue("own")}, app=app).save()
 
 
 class UnsayableError(BaseException):

@@ -221,7 +221,7 @@ def test_a_weekday_may_be_written_in_many_ways(days: object) -> None:
 
 @pytest.mark.parametrize("day", ["XX", "MONDAY", "0MO", "aMO", {"n": 1}, {"weekday": 9}])
 def test_a_weekday_that_there_is_not_is_refused(day: object) -> None:
-    with pytest.raises(EntryError, match="cannot be read"):
+    with pytest.raises(EntryError, match="definition has an invalid schedule"):
         read({"__type__": "rrule", "freq": "MONTHLY", "dtstart": 0, "byweekday": [day]})
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery.beat import BeatLazyFunc
 from celery.schedules import BaseSchedule
+from kombu import Exchange, Queue
 
 from ...errors import EntryError
 from ..calendar.recurrence import is_known
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from .definition import Fields
 
-__all__ = ("evaluate_lazy", "given_for", "has_lazy", "insert_marks", "restore_arguments", "restore_schedule")
+__all__ = ("evaluate_lazy", "given_for", "has_code", "has_lazy", "insert_marks", "restore_objects", "restore_schedule")
 
 #: The item of an entry in ``beat_schedule``, empty if there is none; its values may have any type.
 Given = Mapping[str, object]
@@ -32,7 +33,10 @@ def given_for(app: Celery, name: str) -> Given:
 
 
 def insert_marks(fields: Fields, given: Given) -> Fields:
-    """Return a definition with marks for custom schedules and each ``BeatLazyFunc`` that ``beat_schedule`` supplies."""
+    """Return a definition with marks for what only ``beat_schedule`` can give.
+
+    It is a custom schedule, a ``BeatLazyFunc`` among the arguments, or a ``Queue`` or ``Exchange`` among the options.
+    """
     when = fields["schedule"]
     if not given:
         return fields
@@ -41,9 +45,9 @@ def insert_marks(fields: Fields, given: Given) -> Fields:
 
     def mark(what: str) -> Any:
         ours = dict(_items(given.get(what)))
-        return _map(fields[what], lambda at, value: MARK if _is_lazy(value) and ours.get(at) is value else value)
+        return _map(fields[what], lambda at, value: MARK if _is_code(value) and ours.get(at) == value else value)
 
-    return {**fields, "schedule": when, "args": mark("args"), "kwargs": mark("kwargs")}
+    return {**fields, "schedule": when, **{what: mark(what) for what in ("args", "kwargs", "options")}}
 
 
 def restore_schedule(when: object, given: Given) -> object:
@@ -60,11 +64,11 @@ def restore_schedule(when: object, given: Given) -> object:
     return given["schedule"]
 
 
-def restore_arguments(what: str, values: Any, given: Given) -> Any:
-    """Return the arguments of an entry with each mark replaced by its object from ``beat_schedule``.
+def restore_objects(what: str, values: Any, given: Given) -> Any:
+    """Return the arguments or options of an entry with each mark replaced by its object from ``beat_schedule``.
 
     Args:
-        what: ``args`` or ``kwargs``.
+        what: ``args``, ``kwargs`` or ``options``.
 
     Raises:
         EntryError: ``beat_schedule`` lacks one of the objects.
@@ -74,7 +78,8 @@ def restore_arguments(what: str, values: Any, given: Given) -> Any:
         return values
     ours = dict(_items(given.get(what)))
     if any(at not in ours for at in marks):
-        raise EntryError(f"there is a BeatLazyFunc in its {what}, which the beat_schedule of this app must give")
+        kind = "a Queue or an Exchange" if what == "options" else "a BeatLazyFunc"
+        raise EntryError(f"there is {kind} in its {what}, which the beat_schedule of this app must give")
     return _map(values, lambda at, value: ours[at] if value == MARK else value)
 
 
@@ -88,8 +93,17 @@ def has_lazy(values: object) -> bool:
     return bool(values) and any(_is_lazy(value) for _, value in _items(values))
 
 
+def has_code(values: object) -> bool:
+    """Return whether arguments or options contain an object that only code can give."""
+    return bool(values) and any(_is_code(value) for _, value in _items(values))
+
+
 def _is_lazy(value: object) -> bool:
     return isinstance(value, BeatLazyFunc)
+
+
+def _is_code(value: object) -> bool:
+    return isinstance(value, BeatLazyFunc | Exchange | Queue)
 
 
 def _items(values: Any) -> Iterable[tuple[Any, object]]:

@@ -16,9 +16,9 @@ from ...errors import EntryError
 from ...log import without_passwords
 from ..calendar.recurrence import is_known
 from ..keys import check_encodable
-from .code_only import insert_marks, restore_arguments, restore_schedule
+from .code_only import insert_marks, restore_objects, restore_schedule
 from .options import cause, check_signatures, check_values, scalar, shortened
-from .schedule_json import Decoder, Encoder, decode_schedule
+from .schedule_json import Decoder, Encoder, decode_schedule, encode_schedule
 
 if TYPE_CHECKING:
     from .code_only import Given
@@ -180,7 +180,8 @@ def encode_definition(fields: Fields, given: Given) -> str:
         name: value.total_seconds() if isinstance(value, timedelta) else value
         for name, value in (fields["options"] or {}).items()
     }
-    return str(_ENCODER.encode(insert_marks({**fields, "options": options}, given)))
+    marked = insert_marks({**fields, "options": options}, given)
+    return str(_ENCODER.encode({**marked, "schedule": encode_schedule(marked["schedule"])}))
 
 
 def decode_definition(definition: str, given: Given) -> dict[str, Any]:
@@ -254,15 +255,15 @@ def _schedule(value: object, given: Given) -> BaseSchedule:
 
 
 def _args(value: object, given: Given) -> Any:
-    return restore_arguments("args", _typed(value, list, "args"), given)
+    return restore_objects("args", _typed(value, list, "args"), given)
 
 
 def _kwargs(value: object, given: Given) -> Any:
-    return restore_arguments("kwargs", _typed(value, dict, "kwargs"), given)
+    return restore_objects("kwargs", _typed(value, dict, "kwargs"), given)
 
 
-def _options(value: object, _: Given) -> dict[str, Any]:
-    return _checked_options(_typed(value, dict, "options"))
+def _options(value: object, given: Given) -> dict[str, Any]:
+    return _checked_options(restore_objects("options", _typed(value, dict, "options"), given))
 
 
 #: The function that reads each field of a definition, from its JSON and the entry's item in ``beat_schedule``.

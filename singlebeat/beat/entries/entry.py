@@ -23,13 +23,14 @@ from ..calendar.zone import app_zone
 from ..keys import Keys
 from ..server_time import server_now
 from .author import BARE, CALLED, PERMITTED, RECORD, Author
-from .code_only import given_for, has_lazy
+from .code_only import given_for, has_code, has_lazy
 from .definition import Meta, decode_definition, encode_definition, loads_object, why_too_deep
 from .fields import read_fields, write_fields
 from .options import check_encoding
 from .permission import check_allowed
 from .policy import EntryPolicy, PolicyOptions
 from .save import ATTEMPTS, save_entries
+from .schedule_json import decode_schedule
 from .timetable import PARKED, Timetable, is_listed_as_disabled, listed_policy, zone_of
 
 if TYPE_CHECKING:
@@ -270,7 +271,8 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         if not self.task or not isinstance(self.schedule, BaseSchedule):
             raise EntryError(f"entry {self.name!r} cannot be stored: it needs a task and a schedule")
         try:
-            given = {} if is_known(self.schedule) and self.is_constant else given_for(self.app, self.name)
+            is_data = is_known(self.schedule) and not any(map(has_code, (self.args, self.kwargs, self.options)))
+            given = {} if is_data else given_for(self.app, self.name)
             return encode_definition(definition, given)
         except (TypeError, ValueError) as exc:
             raise EntryError(f"entry {self.name!r} cannot be stored: {exc}") from exc
@@ -320,7 +322,8 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         definition = definition or schedule_client(app_or_default(app)).hget(key, "definition")
         if not definition:
             raise KeyError(key)
-        return loads_object(definition, "definition")
+        raw = loads_object(definition, "definition")
+        return {**raw, "schedule": decode_schedule(raw.get("schedule"))}
 
     @staticmethod
     def load_meta(key: str, app: Celery | None = None) -> Any:

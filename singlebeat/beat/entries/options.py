@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from celery.app.task import Context
 from celery.utils.saferepr import saferepr
+from kombu import Exchange, Queue
 from kombu.compression import get_encoder
 from kombu.serialization import registry
 
@@ -219,6 +220,10 @@ def _is_name(value: object) -> bool:
     return True
 
 
+def _is_place(value: object) -> bool:
+    return _is_name(value) or isinstance(value, Exchange | Queue)  # that only beat_schedule can give
+
+
 def _are_names(value: object) -> bool:
     return isinstance(value, list | tuple) and all(map(_is_name, value)) and len({*value}) == len(value)
 
@@ -263,7 +268,8 @@ _CHECKS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "eta": (_is_moment, "an ISO 8601 date"),
     "expires": (lambda value: _is_wait(value) or _is_moment(value), "a number of seconds or an ISO 8601 date"),
     "delivery_mode": (lambda value: value in DELIVERY_MODES, "one of 1, 2, transient, persistent"),
-    **dict.fromkeys(("queue", "exchange", "routing_key", "shadow", "serializer"), (_is_name, "a name")),
+    **dict.fromkeys(("queue", "exchange"), (_is_place, "a name")),
+    **dict.fromkeys(("routing_key", "shadow", "serializer"), (_is_name, "a name")),
     # Those of a signature that Celery has made; a worker that cannot read them ends.
     **dict.fromkeys(
         ("task_id", "root_id", "parent_id", "group_id", "reply_to", "correlation_id"), (_is_name, "a name")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
@@ -26,7 +26,7 @@ from .options import cause, scalar
 if TYPE_CHECKING:
     from .definition import JsonObject
 
-__all__ = ("Decoder", "Encoder", "decode_schedule", "have_same_times", "why_no_crontab")
+__all__ = ("Decoder", "Encoder", "decode_schedule", "encode_schedule", "have_same_times", "why_no_crontab")
 
 #: A JSON object in RedBeat's format: the classes that take its values check them.
 _Raw = Mapping[str, Any]
@@ -46,50 +46,40 @@ _kombu = kombu_json.JSONEncoder()
 
 
 class Decoder(RedBeatJSONDecoder):  # type: ignore[misc]
-    """A decoder of RedBeat's JSON that accepts the omissions and spellings of writers in other languages."""
+    """A decoder of the values that JSON has no form for; schedules are decoded by ``decode_schedule``."""
 
     def dict_to_object(self, d: dict[str, Any]) -> object:
         """Return the value that a JSON object stands for, the object itself if its type is unknown."""
         kind = d.get("__type__")
         if isinstance(kind, str) and kind in OF_KOMBU and d.keys() == {"__type__", "__value__"}:
             return kombu_json.object_hook(d)
-        if kind == "interval":
-            if "every" not in d:
-                raise ValueError("an interval needs every, a number of seconds")
-            return _interval("every", d["every"], relative=bool(d.get("relative", False)))
-        if kind == "crontab":
-            _check_fields(d, CRONTAB_FIELDS)
-            fields = {name: _crontab_field(d[name]) for name in CRONTAB_FIELDS if d.get(name) is not None}
-            try:
-                return super().dict_to_object({"__type__": kind, **fields})
-            except Exception as exc:  # Celery's parser raises any exception
-                raise ValueError(why_no_crontab(exc, fields)) from exc
-        if kind == "rrule":
-            return _rule(d)
-        if kind == "weekday":
-            _check_weekday(d)
-        return super().dict_to_object(d)
+        return super().dict_to_object(d) if kind == "datetime" else d
 
 
 class Encoder(RedBeatJSONEncoder):  # type: ignore[misc]
-    """An encoder that writes RedBeat's JSON where possible, and also schedules that RedBeat cannot store."""
+    """An encoder of arguments and options."""
 
     def default(self, obj: object) -> object:
         """Return a value in the form of JSON; raise a TypeError if it has none."""
-        if isinstance(obj, BeatLazyFunc) or (isinstance(obj, BaseSchedule) and not is_known(obj)):
+        if isinstance(obj, BeatLazyFunc):
+            raise TypeError(f"only beat_schedule can give {saferepr(obj)}: JSON cannot hold it")
+        if not isinstance(obj, datetime) or obj.tzinfo is None:  # which RedBeat would store as one in UTC
+            return _kombu.default(obj)
+        # In the hour that comes twice: the format has no field for which one.
+        return super().default(obj.astimezone(UTC) if obj.utcoffset() != obj.replace(fold=0).utcoffset() else obj)
+
+
+class _ScheduleEncoder(RedBeatJSONEncoder):  # type: ignore[misc]
+    """An encoder that writes RedBeat's JSON where possible, and also schedules that RedBeat cannot store."""
+
+    def default(self, obj: object) -> object:
+        if isinstance(obj, BaseSchedule) and not is_known(obj):
             raise TypeError(f"only beat_schedule can give {saferepr(obj)}: JSON cannot hold it")
         if isinstance(obj, clocked):
             return {"__type__": "clocked", "instant": obj.isoformat()}
         if isinstance(obj, solar):
             return {"__type__": "solar", "event": obj.event, "lat": obj.lat, "lon": obj.lon}
-        if isinstance(obj, datetime) and obj.tzinfo is None:
-            return _kombu.default(obj)  # RedBeat would store it as one in UTC
-        if isinstance(obj, datetime) and obj.utcoffset() != obj.replace(fold=0).utcoffset():
-            obj = obj.astimezone(UTC)  # in the hour that comes twice: the format has no field for which one
-        try:
-            raw = super().default(obj)
-        except TypeError:
-            return _kombu.default(obj)
+        raw = super().default(obj)
         if isinstance(obj, weekday) and obj.n:  # RedBeat reads n, and does not write it
             return {**raw, "n": obj.n}
         if isinstance(obj, crontab):
@@ -97,6 +87,18 @@ class Encoder(RedBeatJSONEncoder):  # type: ignore[misc]
         if isinstance(obj, rrule):
             return {name: _json_value(value, parsed=value) for name, value in raw.items()}
         return raw
+
+
+_schedule_encoder = _ScheduleEncoder()
+
+
+def encode_schedule(when: object) -> Any:
+    """Return the JSON value of a schedule.
+
+    Raises:
+        TypeError: only code can give it.
+    """
+    return json.loads(_schedule_encoder.encode(when))
 
 
 def why_no_crontab(exc: Exception, fields: Mapping[str, Any]) -> str:
@@ -138,13 +140,6 @@ def _interval(name: str, seconds: Any, *, relative: bool = False) -> schedule:
     except (TypeError, ValueError, OverflowError):
         longest = f"{timedelta.max // timedelta(seconds=1):,}"
         raise ValueError(f"{name} is {scalar(seconds)}: use a number of seconds, up to {longest}") from None
-
-
-def _check_weekday(d: JsonObject) -> None:
-    # dateutil makes a weekday of any value, even one that no error message can show.
-    day, n = d.get("wkday"), d.get("n")
-    if not isinstance(day, int) or day not in range(7) or not isinstance(n, int | None):
-        raise ValueError(f"a weekday has a wkday, 0 (Monday) to 6, and perhaps a whole n, not {day!r} and {n!r}")
 
 
 def _json_value(value: object, *, parsed: Iterable[Any]) -> object:
@@ -195,7 +190,7 @@ def _moment(d: _Raw, name: str) -> datetime | None:
 
 
 def _weekday(value: object) -> object:
-    """Return a day of the week, from RedBeat's form, ``1MO``, or an object with ``weekday`` and ``n``."""
+    """Return a day of the week, from RedBeat's forms, ``1MO``, or an object with ``weekday`` and ``n``."""
     if isinstance(value, int) and value not in range(7):
         raise ValueError(f"a day of the week is 0, Monday, to 6, not {value!r}")
     if isinstance(value, str):
@@ -204,28 +199,58 @@ def _weekday(value: object) -> object:
         if name not in names:
             raise ValueError(f"a day of the week is MO, 1MO or -1SU, not {value!r}")
         return names[name](int(n)) if n else names[name]
+    if isinstance(value, dict) and value.get("__type__") == "weekday":
+        # dateutil makes a weekday of any value, even one that no error message can show.
+        day, nth = value.get("wkday"), value.get("n")
+        if not isinstance(day, int) or day not in range(7) or not isinstance(nth, int | None):
+            raise ValueError(f"a weekday has a wkday, 0 (Monday) to 6, and perhaps a whole n, not {day!r} and {nth!r}")
+        return weekday(day, nth)
     return weekdays[value["weekday"]](value.get("n")) if isinstance(value, dict) else value
 
 
-def decode_schedule(when: Any) -> object:
-    """Return the schedule for a JSON value that ``Decoder`` leaves alone, or any other value unchanged.
+def _of_interval(d: _Raw) -> schedule:
+    if "every" not in d:
+        raise ValueError("an interval needs every, a number of seconds")
+    return _interval("every", d["every"], relative=bool(d.get("relative", False)))
 
-    ``Decoder`` leaves such values alone, because among the arguments of a task they are ordinary data.
+
+def _of_crontab(d: _Raw) -> crontab:
+    _check_fields(d, CRONTAB_FIELDS)
+    fields = {name: _crontab_field(d[name]) for name in CRONTAB_FIELDS if d.get(name) is not None}
+    try:
+        return crontab(**fields)
+    except Exception as exc:  # Celery's parser raises any exception
+        raise ValueError(why_no_crontab(exc, fields)) from exc
+
+
+#: The function that makes each kind of schedule from its JSON: RedBeat's, read leniently, and those of singlebeat.
+_KINDS: Mapping[str, Callable[[_Raw], BaseSchedule]] = {
+    "interval": _of_interval,
+    "crontab": _of_crontab,
+    "rrule": _rule,
+    "clocked": lambda d: clocked(d["instant"]),
+    "solar": lambda d: solar(d["event"], float(d["lat"]), float(d["lon"])),
+}
+
+
+def decode_schedule(when: Any) -> object:
+    """Return the schedule for a JSON value, or any other value unchanged.
+
+    It accepts the omissions and spellings of writers in other languages. Among the arguments of a task, such values are
+    ordinary data.
 
     Raises:
         EntryError: the schedule is invalid; the message says why.
     """
     kind = when.get("__type__") if isinstance(when, Mapping) else None
     try:
-        if kind == "clocked":
-            return clocked(when["instant"])
-        if kind == "solar":
-            return solar(when["event"], float(when["lat"]), float(when["lon"]))
+        if isinstance(kind, str) and kind in _KINDS:
+            return _KINDS[kind](when)
         if isinstance(when, int | float) and not isinstance(when, bool):
             return _interval("the schedule", when)
     except (ImproperlyConfigured, ImportError):  # the latter up to Celery 5.6
         raise EntryError("a solar schedule needs the ephem library where beat runs: pip install ephem") from None
-    except (KeyError, TypeError, ValueError, OverflowError) as exc:
+    except Exception as exc:  # constructors may raise anything: this must not harm other entries
         raise EntryError(f"definition has an invalid schedule: {cause(exc)}") from exc
     return when
 
@@ -235,6 +260,6 @@ def have_same_times(one: BaseSchedule, other: BaseSchedule) -> bool:
     if type(one) is type(other) and one == other and not isinstance(one, rrule):
         return True
     try:
-        return json.dumps(one, cls=Encoder) == json.dumps(other, cls=Encoder)
+        return bool(encode_schedule(one) == encode_schedule(other))
     except TypeError:  # one of them cannot be stored
         return False
