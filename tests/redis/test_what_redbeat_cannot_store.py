@@ -317,20 +317,21 @@ def test_a_lazy_argument_may_be_positional(bench):
 )
 def test_a_queue_or_an_exchange_can_come_from_beat_schedule(bench, redis, task, options):
     """As for plain beat. Others see that the code gives it, and keep it when they edit the entry."""
-    item = {"task": task, "args": ["e"], "schedule": 3600, "options": options, "run_on_start": True}
+    item = {"task": task, "args": ["e"], "schedule": 3600, "options": options}
     beat = bench.scheduler(beat_schedule={"e": item})
     beat.tick()
+    for _ in range(2):
+        bench.make_due()
+        beat.tick()
     entries = Schedule(beat.app)
     entries.upsert("e", task, schedule(1800), args=["e"], options=entries.get("e").options)
-    bench.make_due()
-    beat.tick()
 
+    assert bench.decisions == ["dispatched", "dispatched" if task == PLAIN else "skipped_overlap"]
+    assert redis.llen("own" if "queue" in options else "celery") == (2 if task == PLAIN else 1)
     assert json.loads(redis.hget("redbeat:e", "definition"))["options"] == {
         name: value if isinstance(value, str) else {"__type__": "given"} for name, value in options.items()
     }
-    assert bench.decisions == ["dispatched", "dispatched" if task == PLAIN else "skipped_overlap"]
-    queue = "own" if "queue" in options else "celery"
-    assert redis.llen(queue) == (2 if task == PLAIN else 1)
+    assert entries.get("e").options == options
 
 
 def test_a_queue_of_a_program_cannot_be_stored(app):
