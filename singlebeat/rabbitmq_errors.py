@@ -5,7 +5,7 @@ from __future__ import annotations
 from kombu.exceptions import ChannelError
 from kombu.exceptions import ConnectionError as AMQPConnectionError
 
-__all__ = ("is_of_one_message", "may_pass", "reaches_no_queue")
+__all__ = ("is_of_one_message", "is_refused_queue", "may_pass", "reaches_no_queue")
 
 #: The classes of methods: about the connection as a whole, exchanges, queues, messages. 0: it answers no method.
 _NONE, _CONNECTION, _CHANNEL, _EXCHANGE, _QUEUE, _MESSAGE = 0, 10, 20, 40, 50, 60
@@ -17,6 +17,9 @@ _MAY_PASS = frozenset({320, 402, 403, 405, 506, 530, 541})
 #: Codes for what is not there, and for what is not as it should be: of a queue, that of a node which is away, or one
 #: that was declared with other arguments; of a message, one that will never do.
 _NOT_FOUND, _PRECONDITION_FAILED = 404, 406
+
+#: The exchange for messages with a countdown, which the first worker declares that has quorum queues.
+_DELAYED = "celery_delayed"
 
 #: The code and the word for a message that is bound to no queue.
 _NO_ROUTE_CODE, NO_ROUTE = 312, "NO_ROUTE"
@@ -30,6 +33,7 @@ def may_pass(exc: BaseException) -> bool:
         or answered == _CONNECTION
         or code in _MAY_PASS
         or (code in {_NOT_FOUND, _PRECONDITION_FAILED} and answered in {_EXCHANGE, _QUEUE})
+        or (code == _NOT_FOUND and _DELAYED in str(exc))
     )
 
 
@@ -42,6 +46,11 @@ def reaches_no_queue(exc: BaseException) -> bool:
     """Return whether RabbitMQ has no queue for a message, or no exchange: it may have been deleted since."""
     answered, code = _answer(exc)
     return code == _NO_ROUTE_CODE or (code == _NOT_FOUND and answered == _MESSAGE)
+
+
+def is_refused_queue(exc: BaseException) -> bool:
+    """Return whether RabbitMQ refuses a queue that there is, or would be."""
+    return may_pass(exc) and "no queue" not in str(exc)
 
 
 def _is_of_full_queue(exc: BaseException) -> bool:

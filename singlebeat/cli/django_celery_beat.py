@@ -30,7 +30,7 @@ def is_dump(rows: Sequence[_Row]) -> bool:
     return any("model" in row for row in rows)
 
 
-def rows_of(dump: Sequence[_Row], zone: tzinfo) -> Iterator[tuple[str, Callable[[], _Row]]]:
+def rows_of(dump: Sequence[_Row], zone: tzinfo, now: datetime) -> Iterator[tuple[str, Callable[[], _Row]]]:
     """Yield the name of each periodic task, and a function that returns its row as ``export`` would print it.
 
     Args:
@@ -43,7 +43,7 @@ def rows_of(dump: Sequence[_Row], zone: tzinfo) -> Iterator[tuple[str, Callable[
         if row.get("model") == f"{MODEL}periodictask":
             fields = _fields(row)
             name = str(fields.get("name") or f"pk {row.get('pk')}")
-            yield name, partial(_row, name, fields, schedules, zone)
+            yield name, partial(_row, name, fields, schedules, zone, now)
 
 
 def _fields(row: _Row) -> _Row:
@@ -51,7 +51,7 @@ def _fields(row: _Row) -> _Row:
     return fields if isinstance(fields, Mapping) else {}
 
 
-def _row(name: str, fields: _Row, schedules: Mapping[tuple[str, str], _Row], zone: tzinfo) -> _Row:
+def _row(name: str, fields: _Row, schedules: Mapping[tuple[str, str], _Row], zone: tzinfo, now: datetime) -> _Row:
     when, clock = _schedule(fields, schedules, zone)
     options = {option: fields[option] for option in OPTIONS if fields.get(option) not in (None, "")}
     if headers := json.loads(fields.get("headers") or "{}"):
@@ -62,6 +62,9 @@ def _row(name: str, fields: _Row, schedules: Mapping[tuple[str, str], _Row], zon
     is_clocked = when["__type__"] == "clocked"
     if is_clocked and start:  # django-celery-beat sends it at the later one of both
         when, start = {**when, "instant": max(when["instant"], start, key=datetime.fromisoformat)}, None
+    last, count = _moment(fields.get("last_run_at"), zone), fields.get("total_run_count") or 0
+    if last and start and datetime.fromisoformat(start) <= now:
+        start = None  # it has passed: django-celery-beat goes on from the last run
     definition = {
         "task": fields["task"],
         "schedule": when,
@@ -78,7 +81,6 @@ def _row(name: str, fields: _Row, schedules: Mapping[tuple[str, str], _Row], zon
         "max_runs": 1 if fields.get("one_off") and not is_clocked else None,
         "note": fields.get("description") or "",
     }
-    last, count = _moment(fields.get("last_run_at"), zone), fields.get("total_run_count") or 0
     past, changed = {"last_run_at": last, "total_run_count": count}, _moment(fields.get("date_changed"), zone)
     if last is None and is_clocked and changed is None:
         past = {}  # as for an entry that the import creates

@@ -26,6 +26,7 @@ from ..errors import SinglebeatError
 from ..locks import backend_of
 from ..locks.redis import RETIRED
 from ..log import without_passwords
+from ..rabbitmq_errors import is_refused_queue
 from ..server_errors import denied_command, is_denied, with_advice
 
 if TYPE_CHECKING:
@@ -279,7 +280,7 @@ def unheard(app: Celery, workers: Workers) -> Sequence[str]:
 
 
 def refused_queues(app: Celery, entries: Iterable[Entry]) -> Iterator[str]:
-    """Yield a sentence for each queue of entries that the broker refuses to this user, with the remedy."""
+    """Yield a sentence for each queue of entries that the broker refuses to this user, with the remedy or its words."""
     queues = sorted({queue for entry in entries if (queue := queue_of(app, entry))})
     with suppress(Exception), bounded(app.connection_for_write(), Config.of(app).singlebeat_socket_timeout) as broker:
         # An unreachable broker is reported by its own part.
@@ -288,7 +289,9 @@ def refused_queues(app: Celery, entries: Iterable[Entry]) -> Iterator[str]:
                 with broker.channel() as channel:
                     channel.queue_declare(queue=queue, passive=True)
             except Exception as exc:  # transports raise any exception; most often there is no such queue yet
-                if is_denied(exc):
+                if is_refused_queue(exc):
+                    yield f"the broker {broker_place(app)} refuses queue {queue}: {exc}"
+                elif is_denied(exc):
                     yield f"the broker {broker_place(app)} refuses queue {queue} to this user: grant the keys {queue}*"
 
 

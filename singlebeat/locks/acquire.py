@@ -19,7 +19,7 @@ from ..broker import broker_errors, broker_name, own_broker
 from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..log import Log
-from . import delay_of
+from . import backend_of, delay_of
 from .base import (
     RUN_HEADER,
     BaseBackend,
@@ -356,7 +356,7 @@ def answered(task: LockableTask, call: Call, holder: Holder) -> Holder:
     if holder.verdict is Verdict.UNUSABLE:
         raise UnusableLockError(unusable(key, holder.reason))
     if holder.verdict is Verdict.HELD and holder.state == "queued":
-        _suspect(task, key, holder)
+        suspect(task.app, key, holder)
     # The call has ended under this lock, so the current holder does not matter to it.
     return dataclasses.replace(holder, task_id=call.ref.task_id) if holder.verdict is Verdict.DONE else holder
 
@@ -406,9 +406,9 @@ _suspected: dict[str, float] = {}
 SUSPECT_AGAIN, MOST_SUSPECTS = 10.0, 1000
 
 
-def _suspect(task: LockableTask, key: str, holder: Holder) -> None:
-    """Ask the leader to check an old lock, whose message may be lost."""
-    config, now = Config.of(task.app), time.monotonic()
+def suspect(app: Celery, key: str, holder: Holder) -> None:
+    """Ask the leader to check a queued lock if it is so old that its message may be lost."""
+    config, now = Config.of(app), time.monotonic()
     patience, since = config.singlebeat_lost_after, holder.since
     if patience is None or since is None or (datetime.now(UTC) - since).total_seconds() < patience:
         return
@@ -418,7 +418,7 @@ def _suspect(task: LockableTask, key: str, holder: Holder) -> None:
         _suspected.clear()
     _suspected[key] = now
     with suppress(LockBackendError):  # the call has its answer already
-        task.singleton_backend.suspect(suspects_key(config.singleton_key_prefix), key)
+        backend_of(app).suspect(suspects_key(config.singleton_key_prefix), key)
 
 
 def free(task: LockableTask, *refs: Ref, remember_for: float = 0.0) -> None:

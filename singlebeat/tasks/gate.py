@@ -26,7 +26,7 @@ from ..broker import BlockedError, ConfirmingSender, own_broker
 from ..config import Config
 from ..errors import LockBackendError, UnusableLockError
 from ..locks import backend_of, seconds_until
-from ..locks.acquire import note_of_broker
+from ..locks.acquire import note_of_broker, suspect
 from ..locks.base import (
     HEADER,
     LONGEST_WAIT,
@@ -379,6 +379,8 @@ def admit(task: Task, ticket: Ticket, holder: Holder, request: Context) -> None:
         case Verdict.REPLACED:
             _skip(task, ticket, request, "another call took its place", event="replaced")
             raise Replaced("another call took its place")
+    if holder.state == "queued" and holder.task_id != ticket.task_id:
+        suspect(task.app, ticket.run.key, holder)
     if _must_wait(ticket, holder, request):
         first = UNTOLD_WAIT if holder.task_id == ticket.task_id else FIRST_WAIT
         countdown = min(LONGEST_WAIT, first * 2**ticket.waited)

@@ -302,6 +302,24 @@ def test_a_call_goes_on_after_its_message_was_lost(celery, server, oracle, redis
         assert again.get(timeout=60) == "one"
 
 
+@pytest.mark.parametrize("behind", ["a chain", "a call that is buffered"])
+def test_calls_that_wait_behind_a_lost_message_go_on(celery, server, oracle, redis, behind):
+    """No other call meets its lock."""
+    with make_app(server.celery_url, SOON) as app:
+        single, plain = app.tasks[f"{APP}.single"], app.tasks[f"{APP}.plain"]
+        lost = single.apply_async(("one",), queue="later")
+        redis.delete("later")
+        if behind == "a chain":
+            waiting = (single.si("one") | plain.si("then")).apply_async()
+        else:
+            waiting = single.apply_async(("one",), overlap="buffer_all")
+        celery("worker", "-c", "1", conf=SOON).ready()
+        celery(*BEAT, conf=SOON).wait_for(rf"event=message_lost .*id={lost.id}", timeout=A_MINUTE)
+
+        assert waiting.get(timeout=A_MINUTE) == ("then" if behind == "a chain" else "one")
+    assert oracle.started("one") == 1
+
+
 def test_the_messages_of_a_worker_that_shuts_down_are_never_called_lost(celery, server, oracle, ask):
     """It does not answer, and gives them back only when its last task has ended."""
     conf = {"singlebeat_lock_lease": 3}

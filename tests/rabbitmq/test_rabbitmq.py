@@ -532,7 +532,12 @@ REFUSALS = {
 def runs_outlive(rabbit, server, redis, caplog):
     """Return a check that due runs stay pending in a context, and are sent after it."""
 
-    def check(refusing: AbstractContextManager[object], queue: str, event: str) -> None:
+    def check(
+        refusing: AbstractContextManager[object],
+        queue: str,
+        event: str,
+        why: str = "the broker or the locks' server is away, or refuses",
+    ) -> None:
         conf = {**conf_of(rabbit, server), "task_default_queue": queue, "singlebeat_watchdog_timeout": None}
         with make_app(rabbit.url, conf) as app:
             for at in range(2):
@@ -544,6 +549,8 @@ def runs_outlive(rabbit, server, redis, caplog):
                     try_again_now()
                 assert not Schedule(app).history()
                 assert redis.zcard("redbeat::pending") == 2
+                said = Tools(app).ask("doctor")
+                assert re.search(rf"2 occurrences are claimed and not confirmed: .*{re.escape(why)}", said)
 
             def sent() -> bool:
                 scheduler.tick()
@@ -603,10 +610,36 @@ def test_runs_outlive_the_node_of_a_cluster_that_has_their_queue(rabbit, runs_ou
                 yield
 
         try:
-            runs_outlive(node_away(), "at home elsewhere", "refused")
+            refuses = "refuses queue at home elsewhere: Queue.declare: (404) NOT_FOUND - home node"
+            runs_outlive(node_away(), "at home elsewhere", "refused", refuses)
         finally:
             node.control("stop_app")
             rabbit.control("forget_cluster_node", node.name)
+
+
+def test_a_delayed_run_waits_for_the_first_worker(rabbit, celery, server, redis, caplog):
+    """That declares the exchanges in which RabbitMQ delays messages."""
+    conf = {**conf_of(rabbit, server), **on_quorum_queue("early"), "singlebeat_watchdog_timeout": None}
+    stage = Stage(celery, None, conf)
+    with stage.app() as app:
+        with app.connection_for_write() as connection:
+            for level in range(28):  # of another test
+                connection.default_channel.exchange_delete(f"celery_delayed_{level}")
+        Entry("e", f"{APP}.plain", schedule(60), ["x"], options={"countdown": 2}, app=app, run_on_start=True).save()
+        scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
+        scheduler.tick()
+        assert not Schedule(app).history()
+        assert "no exchange 'celery_delayed_27'" in caplog.text
+        stage.start("worker", "-c", "1").ready()
+
+        def sent() -> bool:
+            redis.zadd("redbeat::pending", {"redbeat:e": 0}, xx=True)
+            scheduler.tick()
+            return bool(Schedule(app).history())
+
+        wait_until(sent, timeout=60, what="the run")
+        scheduler.close()
+        assert [record.decision for record in Schedule(app).history()] == ["dispatched"]
 
 
 def test_a_message_that_reaches_no_queue_has_failed(rabbit, server, redis):

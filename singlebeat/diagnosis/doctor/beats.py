@@ -51,7 +51,9 @@ def check_beats(app: Celery, schedule: Read) -> Iterator[Finding]:
         )
         yield Finding("warning", "schedule", text)
     if not state.redbeat_leads and (pending := _pending(app)):  # RedBeat sends none of them
-        why = "the broker or the locks' server may be unreachable"
+        why = (
+            "the broker or the locks' server is away, or refuses them: see the log of beat (event=unreachable, refused)"
+        )
         if schedule.refused:
             why = "the schedule's server refuses a command that beat needs to send or to confirm them"
         elif schedule.broker_answers:
