@@ -59,13 +59,16 @@ class Reader:
         exec(compile(source, "shop.py", "exec"), vars(self.shop))
 
     def store(self, lines: str) -> None:
-        """Store an entry for each line, the JSON of a schedule, as a program in another language does."""
+        """Store an entry for each line, the JSON of a schedule or of arguments, as a program in another language does."""
         for line in lines.splitlines():
             text, _, _ = line.partition(" //")
-            definition = json.dumps({"task": "shop.bill", "schedule": json.loads(text)})
+            value = json.loads(text)
+            given = {"args": value, "schedule": 60} if isinstance(value, list) else {"schedule": value}
+            definition = json.dumps({"task": "shop.bill", **given})
             self._ask_server("HSET", "redbeat:stored", "definition", definition)
             self._ask_server("ZADD", "redbeat::schedule", "0", "redbeat:stored")
-            Schedule(self.shop.app).get("stored")  # raises if it cannot be read
+            entry = Schedule(self.shop.app).get("stored")  # raises if it cannot be read
+            assert not any(isinstance(each, dict) for each in entry.args)
 
     def close(self) -> None:
         """Close the app; a result unsubscribes when it is collected: not after the end of the server."""
