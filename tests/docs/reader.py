@@ -59,7 +59,7 @@ class Reader:
         exec(compile(source, "shop.py", "exec"), vars(self.shop))
 
     def store(self, lines: str) -> None:
-        """Store an entry for each line, the JSON of a schedule or of arguments, as a program in another language does."""
+        """Store an entry for each line, the JSON of a schedule or of arguments, as another language does."""
         for line in lines.splitlines():
             text, _, _ = line.partition(" //")
             value = json.loads(text)
