@@ -65,6 +65,9 @@ def _row(name: str, fields: _Row, schedules: Mapping[tuple[str, str], _Row], zon
     last, count = _moment(fields.get("last_run_at"), zone), fields.get("total_run_count") or 0
     if last and start and datetime.fromisoformat(start) <= now:
         start = None  # it has passed: django-celery-beat goes on from the last run
+    elif last and start and when["__type__"] == "interval":  # it sends it once both have passed
+        again = datetime.fromisoformat(last) + timedelta(seconds=when["every"])
+        start = max(datetime.fromisoformat(start), again).isoformat()
     definition = {
         "task": fields["task"],
         "schedule": when,

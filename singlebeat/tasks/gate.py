@@ -523,7 +523,7 @@ def _send_again(
         headers=headers,
         **shown,
         **encoding,
-        **_to_one_worker(task.app, request),
+        **_to_its_queue(task.app, request),
     )
 
     def publish(**options: object) -> None:
@@ -538,17 +538,24 @@ def _send_again(
             sender.send(publish)
 
 
-def _to_one_worker(app: Celery, request: Context) -> Mapping[str, Any]:
-    """Return options that send a message to this worker alone, if a fanout exchange has brought it.
+def _to_its_queue(app: Celery, request: Context) -> Mapping[str, Any]:
+    """Return options that send a message to the queue alone by which an exchange has brought it; empty if unknown.
 
-    Each worker has got it. Sent to that exchange, each would get that of each other as well, and so on.
+    The exchange may give it to several queues, as of all workers: each of them would get it once more from each.
     """
-    info = request.delivery_info or {}
-    exchange, name = info.get("exchange"), info.get("routing_key")  # the latter is its queue if it was sent here before
-    own = [queue for queue in app.amqp.queues.values() if getattr(queue.exchange, "type", None) == "fanout"]
-    own = [queue for queue in own if (queue.exchange.name == exchange if exchange else queue.name == name)]
-    # In Redis, no worker reads the key of such a queue.
-    if not own or app.producer_pool.connections.connection.transport.driver_type != "amqp":
+    info, driver = request.delivery_info or {}, app.producer_pool.connections.connection.transport.driver_type
+    exchange, key = info.get("exchange"), info.get("routing_key")
+    if driver != "amqp":  # in Redis, no worker reads the key of the queue of a fanout exchange
+        return {}
+    read = app.amqp.queues.consume_from.values()
+    if exchange:
+        bound = [queue for queue in read if queue.exchange.name == exchange]
+        named = [queue for queue in bound if queue.exchange.type == "fanout" or queue.routing_key == key]
+        own = named or (bound if len(bound) == 1 else [])
+    else:  # it was sent to its queue before
+        own = [queue for queue in read if queue.name == key and queue.exchange.type != "direct"]
+    # RabbitMQ delays messages for quorum queues by way of their exchanges.
+    if not own or (own[0].exchange.type != "fanout" and detect_quorum_queues(app, driver)[0]):
         return {}
     return {"queue": own[0], "exchange": None, "routing_key": None, "exchange_type": "direct", "declare": []}
 

@@ -13,6 +13,7 @@ from zoneinfo import ZoneInfo
 
 from celery.schedules import BaseSchedule
 
+from ..beat.entries.code_only import MARK, has_code
 from ..beat.entries.policy import EntryPolicy
 from ..beat.entries.schedule_json import Decoder, Encoder, decode_schedule, encode_schedule
 from ..errors import EntryError
@@ -441,7 +442,9 @@ def _json(value: object, **options: Any) -> str:
 
 
 def _as_json(value: object) -> object:
-    """Return a value as it is stored; what only the code can give, as a person reads it."""
+    """Return a value as it is stored; what only the code can give as its mark, any other as a person reads it."""
+    if has_code([value]):
+        return MARK
     try:
         return Encoder().default(value)
     except (TypeError, ValueError):

@@ -14,6 +14,7 @@ from ..beat.calendar.shifts import effects
 from ..beat.calendar.words import in_words
 from ..beat.delivery import Delivery
 from ..beat.destination import queue_of_call
+from ..beat.entries.code_only import restore_objects
 from ..beat.entries.definition import why_too_deep
 from ..beat.entries.entry import NOTHING, Entry
 from ..beat.entries.policy import EntryPolicy
@@ -197,15 +198,22 @@ def _keep(fields: dict[str, Any], wishes: dict[str, object], draft: Draft, shown
 
 
 def _unmasked(board: Board, draft: Draft, fields: Mapping[str, Any], stored: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return args, kwargs and options with the stored value in the place of each mask, and note errors."""
+    """Return args, kwargs and options with the stored value in the place of each mask or mark, and note errors."""
     try:
-        return board.unmasked_call(fields, stored)
+        found = board.unmasked_call(fields, stored)
     except MaskError as exc:
         draft.errors[exc.path.partition(".")[0]] = str(exc)
         return {}
     except RecursionError:
         draft.errors["whole"] = why_too_deep("the definition")
-    return {}
+        return {}
+    call = dict[str, Any]()
+    for name, values in found.items():
+        try:
+            call[name] = restore_objects(name, values, stored)
+        except EntryError as exc:
+            draft.errors[name] = str(exc)
+    return call
 
 
 def _entry(board: Board, name: str, fields: Any, wishes: Any, found: Salvage | None) -> Entry:

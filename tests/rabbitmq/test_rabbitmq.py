@@ -835,13 +835,27 @@ def test_an_entry_on_a_broadcast_queue_runs_on_each_worker(rabbit, celery, oracl
     assert redis.keys("SINGLETONLOCK_*") == []
 
 
-def test_a_singleton_on_a_broadcast_queue_waits_in_one_queue_for_each_worker(
-    rabbit, celery, oracle, server, redis, tmp_path
+WITH_TOPICS = """
+from kombu import Exchange, Queue
+from tests.system.apps import app
+feeds = Exchange("feeds", "topic")
+app.conf.task_queues = [Queue(name, feeds, key) for name, key in (("a", "feed.#"), ("b", "#"), ("c", "feed.one"))]
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "route"),
+    [(WITH_BROADCAST, {"queue": "all"}), (WITH_TOPICS, {"exchange": "feeds", "routing_key": "feed.one"})],
+    ids=["broadcast", "topics that overlap"],
+)
+def test_a_singleton_that_several_queues_get_waits_in_each_once(
+    module, route, rabbit, celery, oracle, server, redis, tmp_path
 ):
-    """Sent to all again, each of its copies would become one for each worker, again and again."""
-    (tmp_path / "with_broadcast.py").write_text(WITH_BROADCAST)
-    start = partial(celery, app="with_broadcast", env={"SB_TEST_URL": rabbit.url}, conf=conf_of(rabbit, server))
-    workers = [start("worker", "-c", "2", "-n", f"{name}@h").ready() for name in "abc"]
+    """Sent to its exchange again, each of its copies would become one for each queue, again and again."""
+    (tmp_path / "with_queues.py").write_text(module)
+    start = partial(celery, app="with_queues", env={"SB_TEST_URL": rabbit.url}, conf=conf_of(rabbit, server))
+    reads = {name: ("-Q", name) if "exchange" in route else () for name in "abc"}
+    workers = [start("worker", "-c", "2", "-n", f"{name}@h", *reads[name]).ready() for name in "abc"]
 
     def times(line: str) -> list[int]:
         return [len(re.findall(line, worker.text)) for worker in workers]
@@ -850,8 +864,8 @@ def test_a_singleton_on_a_broadcast_queue_waits_in_one_queue_for_each_worker(
         return sum(each >= 4 for each in times(waits)) >= 2
 
     with make_app(rabbit.url, conf_of(rabbit, server)) as app:
-        app.conf.task_queues = (Broadcast("all"),)
-        calls = [app.tasks[IN_TURN].apply_async(("one", 60), queue="all") for _ in range(2)]
+        app.conf.task_queues = (Queue("celery"), Broadcast("all"))
+        calls = [app.tasks[IN_TURN].apply_async(("one", 60), **route) for _ in range(2)]
         for number in (1, 2):
             (*_, run) = oracle.wait_started(number, "one", timeout=60)
             received, waits = rf"\[{run.id}\] received", rf"\[{run.id}\] waits for its turn"

@@ -454,22 +454,24 @@ def test_a_clocked_task_due_between_dump_and_import_is_sent_once(cli, app, redis
     assert places == [datetime.fromisoformat(soon).timestamp()] * 2
 
 
-def test_a_start_time_that_has_passed_does_not_move_the_runs_of_a_dump(cli, app):
+def test_a_start_time_before_the_next_run_does_not_move_the_runs_of_a_dump(cli, app):
     """It was set after the last run. django-celery-beat goes on from that."""
     now = datetime.now(UTC)
-    last, passed, ahead = (now + timedelta(minutes=minutes) for minutes in (-20, -5, 90))
+    last, passed, before, ahead = (now + timedelta(minutes=minutes) for minutes in (-20, -5, 10, 90))
     task = {"task": TASK, "interval": 1, "args": '["x"]', "last_run_at": last.isoformat(), "total_run_count": 3}
     dump = [
         row("intervalschedule", 1, every=1, period="hours"),
         row("periodictask", 1, name="passed", start_time=passed.isoformat(), **task),
         row("periodictask", 2, name="ahead", start_time=ahead.isoformat(), **task),
+        row("periodictask", 3, name="before the next run", start_time=before.isoformat(), **task),
     ]
 
     cli("import", "-", stdin=json.dumps(dump))
 
     entries = Schedule(app)
     assert [entries.get(name).policy.start_time for name in ("passed", "ahead")] == [None, ahead]
-    assert next(iter(entries.next_runs("passed", 1))) == last + timedelta(hours=1)
+    for name, then in (("passed", last), ("before the next run", last), ("ahead", ahead - timedelta(hours=1))):
+        assert next(iter(entries.next_runs(name, 1))) == then + timedelta(hours=1), name
 
 
 @pytest.mark.parametrize("first", ["an old run", "no run"])

@@ -241,6 +241,19 @@ def test_unknown_fields_of_meta_are_left_alone():
     assert Meta.decode('{"last_status": "ok", "total_run_count": 2}') == Meta(None, 2)
 
 
+def test_letters_beyond_ascii_do_not_make_an_entry_too_long(app):
+    """Others write them as they are; RedBeat and we escape them."""
+    text = "Ж" * 200_000
+    stored = json.dumps({"task": "t", "schedule": INTERVAL, "args": [text]}, ensure_ascii=False)
+
+    entry = Entry.decode("e", stored, app)
+
+    assert Entry.decode("e", entry.encode(), app).args == [text]
+    assert "\\u0416" in Entry("e", "t", schedule(60), ["Ж"], app=app).encode()
+    with pytest.raises(EntryError, match="more than 1000000"):
+        Entry.decode("e", Entry("e", "t", schedule(60), [text + "\ud800"], app=app).encode(), app)
+
+
 VALUES = [
     date(2026, 1, 2),
     time(3, 4, 5),
@@ -296,6 +309,7 @@ def test_a_time_in_the_repeated_hour_survives_in_an_argument(app, fold):
     entry = Entry.decode("e", Entry("e", "t", schedule(60), args=[moment], app=app).encode(), app)
 
     assert entry.args[0].astimezone(UTC) == moment.astimezone(UTC)
+    assert kombu_json.dumps(entry.args[0]) == kombu_json.dumps(moment), "as in a message, and so in the key of a lock"
 
 
 @pytest.mark.parametrize("fold", [0, 1])

@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 
     from .definition import Fields
 
-__all__ = ("evaluate_lazy", "given_for", "has_code", "has_lazy", "insert_marks", "restore_objects", "restore_schedule")
+__all__ = (
+    "MARK",
+    "evaluate_lazy",
+    "given_for",
+    "has_code",
+    "has_lazy",
+    "insert_marks",
+    "restore_objects",
+    "restore_schedule",
+)
 
 #: The item of an entry in ``beat_schedule``, empty if there is none; its values may have any type.
 Given = Mapping[str, object]
@@ -69,6 +78,7 @@ def restore_objects(what: str, values: Any, given: Given) -> Any:
 
     Args:
         what: ``args``, ``kwargs`` or ``options``.
+        given: the item of ``beat_schedule``, or an entry that has its objects.
 
     Raises:
         EntryError: ``beat_schedule`` lacks one of the objects.

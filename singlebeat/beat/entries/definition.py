@@ -181,7 +181,18 @@ def encode_definition(fields: Fields, given: Given) -> str:
         for name, value in (fields["options"] or {}).items()
     }
     marked = insert_marks({**fields, "options": options}, given)
-    return str(_ENCODER.encode({**marked, "schedule": encode_schedule(marked["schedule"])}))
+    text = str(_ENCODER.encode({**marked, "schedule": encode_schedule(marked["schedule"])}))
+    return text if len(text) <= LONGEST_FIELD else _unescaped(text)
+
+
+def _unescaped(text: str) -> str:
+    """Return JSON as other languages write it, which is shorter: a letter beyond ASCII takes one character, not six."""
+    shorter = json.dumps(json.loads(text), ensure_ascii=False)
+    try:
+        shorter.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return text
+    return shorter
 
 
 def decode_definition(definition: str, given: Given) -> dict[str, Any]:

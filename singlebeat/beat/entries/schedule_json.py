@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
 
@@ -65,8 +65,10 @@ class Encoder(RedBeatJSONEncoder):  # type: ignore[misc]
             raise TypeError(f"only beat_schedule can give {saferepr(obj)}: JSON cannot hold it")
         if not isinstance(obj, datetime) or obj.tzinfo is None:  # which RedBeat would store as one in UTC
             return _kombu.default(obj)
-        # In the hour that comes twice: the format has no field for which one.
-        return super().default(obj.astimezone(UTC) if obj.utcoffset() != obj.replace(fold=0).utcoffset() else obj)
+        if obj.utcoffset() != obj.replace(fold=0).utcoffset():
+            # The hour that comes twice: the format has no field for which one, and a message has the offset.
+            obj = obj.replace(tzinfo=timezone(obj.utcoffset() or timedelta()), fold=0)
+        return super().default(obj)
 
 
 class _ScheduleEncoder(RedBeatJSONEncoder):  # type: ignore[misc]
