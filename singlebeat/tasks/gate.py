@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -128,27 +129,34 @@ task_postrun.connect(_drop_traceback, weak=False)
 _asks_from = 0.0
 
 
-def _free_plain_lock(sender: Task, state: str | None = None, **_: object) -> None:
-    """Free the lock of a plain task whose body has ended, in the child process that has run it.
+def _tell_end(sender: Task, state: str | None = None, **_: object) -> None:
+    """Tell the locks' server the end of a run, in the child process that has run it; that frees a plain task's lock.
 
-    The main process frees the lock, too, and alone after any other end. But while it reconnects to its broker, it reads
-    no results, and its renewer still renews the lock. In a pool without child processes it learns of the end at once.
+    The main process does that, too, and alone after any other end. But while it reconnects to its broker, it reads no
+    results: its renewer still renews the lock, and the broker delivers a message with late acknowledgement again. In a
+    pool without child processes it learns of the end at once.
     """
     global _asks_from  # noqa: PLW0603 - one for all tasks of a process
     request = sender.request
-    if state not in {states.SUCCESS, states.FAILURE} or getattr(sender, "has_own_gate", False) or request.is_eager:
+    if state not in {states.SUCCESS, states.FAILURE} or request.is_eager:
         return
-    ticket = Ticket.of_message(vars(request), request.id, delivered=True)
+    # Whether what follows it is sent: else Celery's tracer is about to raise the error, or the state is another one.
+    is_sent = state == states.SUCCESS and sys.exc_info()[1] is None
+    if not getattr(sender, "has_own_gate", False):
+        ticket = Ticket.of_message(vars(request), request.id, delivered=True)
+    else:  # it has told its end before, but for what follows it
+        run = getattr(request, RUN_HEADER, None)
+        ticket = run.ticket if isinstance(run, Run) and is_sent and _may_be_unsent(sender) else None
     # Without a nonce, the main process manages no locks.
     if ticket is None or not ticket.nonce or has_renewer(sender.app) or time.monotonic() < _asks_from:
         return
     try:
-        _free(sender, ticket)
+        _free(sender, ticket, goes_on=not is_sent)
     except LockBackendError:  # the main process tries, too, and logs an outage
         _asks_from = time.monotonic() + GATE_PAUSE
 
 
-task_postrun.connect(_free_plain_lock, weak=False)
+task_postrun.connect(_tell_end, weak=False)
 
 
 class Run(Mapping[str, Any]):
@@ -295,8 +303,13 @@ def _free(task: Task, ticket: Ticket, *, took: bool = False, goes_on: bool = Tru
     """
     remember_for = Config.of(task.app).singlebeat_queued_ttl
     # Its callbacks and the next step of its chain are sent after that, and the main process says whether they were.
-    unsent = task.acks_late and goes_on and is_followed(task.request)
+    unsent = goes_on and _may_be_unsent(task)
     backend_of(task.app).finish_many([ticket.run], remember_for=remember_for, ran=True, took=took, unsent=unsent)
+
+
+def _may_be_unsent(task: Task) -> bool:
+    """Return whether another delivery of a message may have to send what follows its run."""
+    return bool(task.acks_late) and is_followed(task.request)
 
 
 def _finish(task: Task, ticket: Ticket, *, took: bool, goes_on: bool = True) -> None:

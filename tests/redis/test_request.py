@@ -1685,7 +1685,9 @@ def test_the_last_arguments_are_not_dropped_for_an_older_run(app, deliver, redis
 def run_first(app, deliver, monkeypatch):
     """Runs the first step of a chain, and returns what another delivery of its message is told with a given lease."""
 
-    def run(base: type | None, body: Any, *, acks_late: bool = True, unsent: Exception | None = None) -> Any:
+    def run(
+        base: type | None, body: Any, *, acks_late: bool = True, unsent: Exception | None = None, told: bool = True
+    ) -> Any:
         task = app.task(body, name="app.first", base=base, shared=False, acks_late=acks_late)
         then = app.task(same, name="app.then", shared=False)
         first, ticket = task.si("a"), Ticket("first", "SINGLETONLOCK_{a}", "SINGLETONLOCK_{a}")
@@ -1695,6 +1697,9 @@ def run_first(app, deliver, monkeypatch):
         with monkeypatch.context() as patch:
             if unsent is not None:
                 patch.setattr(Signature, "apply_async", Mock(side_effect=unsent))
+            if not told:  # a child process runs it, and the main process reads no result
+                patch.setattr("singlebeat.tasks.gate.has_renewer", lambda _: False)
+                patch.setattr(Request, "free_if_acknowledged", lambda _: None)
             started(request)
         renewer_of(app)._work_off()
 
@@ -1709,9 +1714,10 @@ def run_first(app, deliver, monkeypatch):
 
 @pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
 @pytest.mark.parametrize("unsent", [OperationalError("away"), RuntimeError("away")], ids=["broker", "another"])
-def test_a_run_whose_next_step_cannot_be_sent_may_run_again_after_a_lease(run_first, redis, caplog, base, unsent):
+@pytest.mark.parametrize("told", [True, False], ids=["by the main process", "by its child process alone"])
+def test_a_run_whose_next_step_cannot_be_sent_may_run_again_after_a_lease(run_first, redis, caplog, base, unsent, told):
     """Celery may not have been able to acknowledge its message either. Without a lock it would run again at once."""
-    again = run_first(base, same, unsent=unsent)
+    again = run_first(base, same, unsent=unsent, told=told)
 
     assert redis.keys("SINGLETONLOCK_*[^e]") == []
     assert again(60) is Verdict.COPY
@@ -1720,8 +1726,10 @@ def test_a_run_whose_next_step_cannot_be_sent_may_run_again_after_a_lease(run_fi
 
 
 @pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
-def test_a_run_whose_next_step_is_sent_does_not_run_again(run_first, caplog, base):
-    again = run_first(base, same)
+@pytest.mark.parametrize("told", [True, False], ids=["by the main process", "by its child process alone"])
+def test_a_run_whose_next_step_is_sent_does_not_run_again(run_first, caplog, base, told):
+    """Celery may cancel a run that has ended, as its connection to the broker is lost, and get its message again."""
+    again = run_first(base, same, told=told)
 
     assert again(0) is Verdict.DONE
     assert "lock_lost" not in caplog.text
