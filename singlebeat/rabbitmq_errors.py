@@ -11,7 +11,7 @@ __all__ = ("is_of_one_message", "is_refused_queue", "may_pass", "reaches_no_queu
 _NONE, _CONNECTION, _CHANNEL, _EXCHANGE, _QUEUE, _MESSAGE = 0, 10, 20, 40, 50, 60
 
 #: Codes of a server that closes or forbids something, has no such virtual host, lets another connection use the queue
-#: alone, lacks resources, has reached a limit, or has failed; whatever it answers.
+#: alone, lacks resources, is at a limit, or fails. They count for each method.
 _MAY_PASS = frozenset({320, 402, 403, 405, 506, 530, 541})
 
 #: Codes for what is not there, and for what is not as it should be: of a queue, that of a node which is away, or one

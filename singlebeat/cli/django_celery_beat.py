@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime, timedelta, tzinfo
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -30,11 +30,8 @@ def is_dump(rows: Sequence[_Row]) -> bool:
     return any("model" in row for row in rows)
 
 
-def rows_of(dump: Sequence[_Row], zone: tzinfo, now: datetime) -> Iterator[tuple[str, Callable[[], _Row]]]:
+def rows_of(dump: Sequence[_Row], now: datetime) -> Iterator[tuple[str, Callable[[], _Row]]]:
     """Yield the name of each periodic task, and a function that returns its row as ``export`` would print it.
-
-    Args:
-        zone: time zone of dates without an offset, as Django writes them with ``USE_TZ = False``.
 
     The function raises EntryError, KeyError, TypeError or ValueError if the task is invalid.
     """
@@ -43,7 +40,7 @@ def rows_of(dump: Sequence[_Row], zone: tzinfo, now: datetime) -> Iterator[tuple
         if row.get("model") == f"{MODEL}periodictask":
             fields = _fields(row)
             name = str(fields.get("name") or f"pk {row.get('pk')}")
-            yield name, partial(_row, name, fields, schedules, zone, now)
+            yield name, partial(_row, name, fields, schedules, now)
 
 
 def _fields(row: _Row) -> _Row:
@@ -51,18 +48,18 @@ def _fields(row: _Row) -> _Row:
     return fields if isinstance(fields, Mapping) else {}
 
 
-def _row(name: str, fields: _Row, schedules: Mapping[tuple[str, str], _Row], zone: tzinfo, now: datetime) -> _Row:
-    when, clock = _schedule(fields, schedules, zone)
+def _row(name: str, fields: _Row, schedules: Mapping[tuple[str, str], _Row], now: datetime) -> _Row:
+    when, clock = _schedule(fields, schedules)
     options = {option: fields[option] for option in OPTIONS if fields.get(option) not in (None, "")}
     if headers := json.loads(fields.get("headers") or "{}"):
         options["headers"] = headers
-    expires, start = _moment(fields.get("expires"), zone), _moment(fields.get("start_time"), zone)
+    expires, start = _moment(fields.get("expires")), _moment(fields.get("start_time"))
     if expires:
         options["expires"] = expires
     is_clocked = when["__type__"] == "clocked"
     if is_clocked and start:  # django-celery-beat sends it at the later one of both
         when, start = {**when, "instant": max(when["instant"], start, key=datetime.fromisoformat)}, None
-    last, count = _moment(fields.get("last_run_at"), zone), fields.get("total_run_count") or 0
+    last, count = _moment(fields.get("last_run_at")), fields.get("total_run_count") or 0
     if last and start and datetime.fromisoformat(start) <= now:
         start = None  # it has passed: django-celery-beat goes on from the last run
     elif last and start and when["__type__"] == "interval":  # it sends it once both have passed
@@ -84,7 +81,7 @@ def _row(name: str, fields: _Row, schedules: Mapping[tuple[str, str], _Row], zon
         "max_runs": 1 if fields.get("one_off") and not is_clocked else None,
         "note": fields.get("description") or "",
     }
-    past, changed = {"last_run_at": last, "total_run_count": count}, _moment(fields.get("date_changed"), zone)
+    past, changed = {"last_run_at": last, "total_run_count": count}, _moment(fields.get("date_changed"))
     if last is None and is_clocked and changed is None:
         past = {}  # as for an entry that the import creates
     elif last is None and start is None:
@@ -97,7 +94,7 @@ def _row(name: str, fields: _Row, schedules: Mapping[tuple[str, str], _Row], zon
     return {"name": name, "definition": definition, "policy": policy, "meta": past}
 
 
-def _schedule(fields: _Row, schedules: Mapping[tuple[str, str], _Row], zone: tzinfo) -> tuple[_Row, str | None]:
+def _schedule(fields: _Row, schedules: Mapping[tuple[str, str], _Row]) -> tuple[_Row, str | None]:
     """Return the schedule of a task, and the name of its time zone or None."""
     for kind in ("interval", "crontab", "solar", "clocked"):
         if fields.get(kind) is None:
@@ -115,12 +112,13 @@ def _schedule(fields: _Row, schedules: Mapping[tuple[str, str], _Row], zone: tzi
         if kind == "solar":
             event, place = found["event"], {"lat": float(found["latitude"]), "lon": float(found["longitude"])}
             return {"__type__": kind, "event": event, **place}, None
-        return {"__type__": kind, "instant": _moment(found["clocked_time"], zone)}, None
+        return {"__type__": kind, "instant": _moment(found["clocked_time"])}, None
     raise EntryError("it has no schedule")
 
 
-def _moment(text: str | None, zone: tzinfo) -> str | None:
+def _moment(text: str | None) -> str | None:
     if not text:
         return None
     moment = datetime.fromisoformat(text)
-    return (moment if moment.tzinfo else moment.replace(tzinfo=zone)).isoformat()
+    # With USE_TZ = False, django-celery-beat writes and reads its dates in UTC, not in the zone of Django.
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).isoformat()

@@ -86,6 +86,8 @@ def command(name: str, *params: Decorator) -> Callable[[Callable[..., object]], 
             if os.environ.get("NO_COLOR") or getattr(ctx.obj, "no_color", False):
                 ctx.color = False  # for all output of click, which prints colours on terminals only
             try:
+                with suppress(Exception):  # of a user's module
+                    ctx.obj.app.finalize()  # receivers of ``on_after_finalize`` may add entries to ``beat_schedule``
                 function(ctx.obj.app, **kwargs)
             except RedisError as exc:
                 app = ctx.obj.app

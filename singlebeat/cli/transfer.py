@@ -155,7 +155,7 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], from_now: bool, dry_run
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         fail(f"{source} is no JSON array of objects: neither of export nor of dumpdata", UNANSWERED)
     client, now = schedule_client(app), server_now(schedule_client(app), Schedule(app).keys.schedule)
-    named = list(rows_of(rows, app_zone(app), now) if is_dump(rows) else _ours(rows))
+    named = list(rows_of(rows, now) if is_dump(rows) else _ours(rows))
     stored, problems, seen, catch_up = list[str](), dict[str, str](), set[str](), list[str]()
     warnings = dict[str, str]()
     with progress("entries", len(named), quiet=as_json) as step:

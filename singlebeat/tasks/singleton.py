@@ -424,7 +424,7 @@ class Singleton(Task):  # type: ignore[misc]
         result = self.on_duplicate(holder.task_id)
         if isinstance(result, AsyncResult):
             result.is_duplicate, result.holder = True, holder
-            # As Celery does for a call that is sent: nobody waits for a result that is not stored.
+            # As Celery does for a call that is sent: its caller does not wait for a result that is not stored.
             result.ignored = bool(options.get("ignore_result", self.ignore_result))
         return result
 

@@ -12,7 +12,7 @@ from .security import RefusedError
 __all__ = ("LARGEST_BODY", "Fields", "PageReply", "PageRequest", "field_of_form")
 
 #: Most bytes of the body of a request.
-LARGEST_BODY = 64 * 1024
+LARGEST_BODY = 1024 * 1024
 
 #: Most fields of a query or a form: a page lists a hundred entries at most, each with a box to select it.
 MOST_FIELDS = 500

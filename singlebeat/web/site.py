@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,8 @@ class Site:
 
     def __init__(self, app: Celery, gate: Gate, *, hide_arguments: bool = False, token_field: str = COOKIE) -> None:
         self.app, self.gate = app, gate
+        with suppress(Exception):  # of a user's module
+            app.finalize()  # receivers of ``on_after_finalize`` may add entries to ``beat_schedule``
         self.board = Board(app, hide_arguments=hide_arguments, read_only=gate.read_only)
         self.api = Api(self.board, gate)
         self.token_field = token_field

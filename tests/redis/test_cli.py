@@ -1393,9 +1393,10 @@ def test_a_definition_that_is_no_json_is_shown_and_replaced(cli, put, app, redis
     assert not redis.exists("redbeat:e")
 
 
-def test_a_replaced_entry_whose_policy_is_broken_stays_paused(cli, put, app, redis):
+@pytest.mark.parametrize("broken", ['"paused": true, "jitter": "much"', '"paused": 1'], ids=["else", "no boolean"])
+def test_a_replaced_entry_whose_policy_is_broken_stays_paused(cli, put, app, redis, broken):
     put()
-    redis.hset("redbeat:e", "policy", '{"paused": true, "note": "until Monday", "jitter": "much"}')
+    redis.hset("redbeat:e", "policy", f'{{"note": "until Monday", {broken}}}')
 
     cli("add", "e", TASK, "--every", "60", "--replace")
 

@@ -674,3 +674,23 @@ def test_a_command_is_not_ended_by_an_entry_whose_schedule_fails(bench, cli, com
 
     if command[0] in {"list", "status", "next", "explain", "backfill"}:
         assert "next run cannot be calculated: LookupError: too long ago" in output
+
+
+def test_a_command_reads_what_on_after_finalize_adds(cli, server, redis):
+    """Celery's way for tasks of other modules; beat finalizes the app, and so stores the entry."""
+    with make_app(server.celery_url) as app:
+        queue = Queue("own", Exchange("own"), "own")
+        options = {"queue": queue}
+        Entry("e", PLAIN, schedule(60), app=app).save()
+        stored = json.loads(redis.hget("redbeat:e", "definition")) | {"options": {"queue": {"__type__": "given"}}}
+        redis.hset("redbeat:e", "definition", json.dumps(stored))
+        app.finalized = False
+
+        @app.on_after_finalize.connect(weak=False)
+        def add(sender, **_):
+            sender.conf.beat_schedule = {"e": {"task": PLAIN, "schedule": 60, "options": options}}
+
+        assert "unusable" not in cli("list", app=app).output
+        assert [row["name"] for row in json.loads(cli("export", app=app).output)] == ["e"]
+        cli("edit", "e", "--disable", app=app)
+        assert Schedule(app).get("e").options == options

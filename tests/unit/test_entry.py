@@ -285,20 +285,22 @@ def test_an_argument_reaches_its_task_as_it_does_from_plain_beat(app, value):
 @pytest.mark.parametrize(
     ("written", "read"),
     [
-        ({"__type__": "model", "__value__": 1}, True),
+        ({"__type__": "model", "__value__": 1, "id": 2}, True),
+        ({"__type__": "timedelta", "__value__": 5}, False),
+        ({"__type__": ["x"], "__value__": 5}, False),
         ({"__type__": "date", "__value__": "2026-01-01", "more": 1}, True),
         ({"__type__": "date", "__value__": "soon"}, False),
         ({"__type__": "uuid", "__value__": []}, False),
     ],
     ids=str,
 )
-def test_a_value_of_another_kind_is_left_as_it_is_and_a_wrong_one_is_refused(app, written, read):
+def test_a_value_that_no_worker_could_read_is_refused(app, written, read):
     stored = json.dumps({"task": "t", "schedule": {"__type__": "interval", "every": 60}, "args": [written]})
 
     if read:
         assert Entry.decode("e", stored, app).args == [written]
     else:
-        with pytest.raises(EntryError, match=r"'args.0' has the __type__ '(date|uuid)', which its other fields do not"):
+        with pytest.raises(EntryError, match=r"'args.0' has the __type__ .*, which its other fields do not fit"):
             Entry.decode("e", stored, app)
 
 
@@ -576,6 +578,13 @@ def test_a_value_that_may_hold_a_secret_is_in_no_error(app):
         with pytest.raises(EntryError) as caught:
             decode(app, **wrong)
         assert "s3cret" not in str(caught.value)
+
+
+def test_a_value_of_a_type_that_the_app_has_registered_is_left_as_it_is(app, monkeypatch):
+    monkeypatch.setitem(kombu_json._decoders, "model", str)
+    data = {"__type__": "model", "__value__": 1}
+
+    assert decode(app, args=[data]).args == [data]
 
 
 @pytest.mark.parametrize(

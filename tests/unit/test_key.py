@@ -113,11 +113,11 @@ def app() -> Celery:
 
 
 def test_a_bound_task_is_called_without_its_self(app):
-    @app.task(base=Singleton, bind=True, name="t")
+    @app.task(base=Singleton, bind=True, name="t", shared=False)
     def bound(self, x, y=2):
         pass
 
-    @app.task(base=Singleton, name="t2")
+    @app.task(base=Singleton, name="t2", shared=False)
     def unbound(x, y=2):
         pass
 
@@ -135,7 +135,7 @@ def test_a_decorated_task_keeps_its_signature(app):
 
         return wrapper
 
-    @app.task(base=Singleton, bind=True, name="t", autoretry_for=(OSError,))
+    @app.task(base=Singleton, bind=True, name="t", shared=False, autoretry_for=(OSError,))
     @decorated
     def task(self, x, y=2):
         pass
@@ -146,7 +146,7 @@ def test_a_decorated_task_keeps_its_signature(app):
 def test_the_lock_of_a_task_is_under_the_prefix_and_named_by_the_digest(app):
     app.conf.singleton_key_prefix = "mine:"
 
-    @app.task(base=Singleton, name="t")
+    @app.task(base=Singleton, name="t", shared=False)
     def task(x, y=2):
         pass
 
@@ -156,7 +156,7 @@ def test_the_lock_of_a_task_is_under_the_prefix_and_named_by_the_digest(app):
 def test_a_task_may_encode_its_arguments_in_its_own_way(app):
     app.conf.singleton_json_encoder_class = f"{__name__}:SetEncoder"
 
-    @app.task(base=Singleton, name="t")
+    @app.task(base=Singleton, name="t", shared=False)
     def task(x):
         pass
 
@@ -366,7 +366,7 @@ def test_an_argument_that_contains_itself_is_named():
 
 
 def test_an_argument_is_named_by_its_parameter(app):
-    @app.task(base=Singleton, name="t")
+    @app.task(base=Singleton, name="t", shared=False)
     def task(x, y=2):
         pass
 

@@ -161,11 +161,23 @@ def test_what_the_code_gives_stays_when_the_rest_is_edited(page, entries, redis,
     assert entry.options == of_code["options"] | ({"priority": 7} if field == "options" else {})
 
 
-def test_a_mark_where_the_code_gives_nothing_is_refused(page, of_code):
-    answer = save(page, "/edit?name=e", args='[{"__type__": "given"}, 1, {"__type__": "given"}]')
+@pytest.mark.parametrize(
+    "args", ['[{"__type__": "given"}, 1, {"__type__": "given"}]', '[1, {"__type__": "given"}]'], ids=["no", "a plain"]
+)
+def test_a_mark_where_the_code_gives_no_object_is_refused(page, of_code, args):
+    answer = save(page, "/edit?name=e", args=args)
 
     assert answer.status_code == 422
     assert "there is a BeatLazyFunc in its args, which the beat_schedule of this app must give" in answer.text
+
+
+def test_an_entry_with_many_arguments_can_be_edited(page, entries):
+    """The form has them twice, escaped."""
+    entries.upsert("e", PLAIN, 60, args=[[{"id": at, "name": "Ж" * 10, "tags": ["a", "b"]} for at in range(1000)]])
+
+    assert save(page, "/edit?name=e", note="n").status_code == 303
+
+    assert (entries.get("e").policy.note, len(entries.get("e").args[0])) == ("n", 1000)
 
 
 @pytest.mark.parametrize("path", ["/edit?name=e", "/edit?like=e"])

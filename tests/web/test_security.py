@@ -433,7 +433,7 @@ def test_a_hostile_name_is_shown_as_it_is_and_never_in_a_path(visit, app, name):
 def test_a_large_form_is_refused(visit, app, entry):
     page = visit()
 
-    assert page.post("/pause", data=page.form("/pause?name=e", note="x" * 70_000)).status_code == 413
+    assert page.post("/pause", data=page.form("/pause?name=e", note="x" * 1_100_000)).status_code == 413
 
 
 def test_a_form_of_another_kind_is_refused(visit):

@@ -36,7 +36,10 @@ MARK = {"__type__": "given"}
 
 
 def given_for(app: Celery, name: str) -> Given:
-    """Return the item of an entry in ``beat_schedule``, an empty mapping if there is none."""
+    """Return the item of an entry in ``beat_schedule``, an empty mapping if there is none.
+
+    The app must be finalized: its receivers of ``on_after_finalize`` may add entries.
+    """
     given = (app.conf.beat_schedule or {}).get(name) or {}
     return given if isinstance(given, Mapping) else vars(given)  # a ScheduleEntry of Celery
 
@@ -87,7 +90,7 @@ def restore_objects(what: str, values: Any, given: Given) -> Any:
     if not marks:
         return values
     ours = dict(_items(given.get(what)))
-    if any(at not in ours for at in marks):
+    if not all(_is_code(ours.get(at)) for at in marks):  # the code may have changed since
         kind = "a Queue or an Exchange" if what == "options" else "a BeatLazyFunc"
         raise EntryError(f"there is {kind} in its {what}, which the beat_schedule of this app must give")
     return _map(values, lambda at, value: ours[at] if value == MARK else value)

@@ -414,8 +414,8 @@ def _pause(policy: str) -> EntryPolicy:
         raw = loads_object(policy, "policy")
     except EntryError:
         return EntryPolicy()
-    wishes = [_read(EntryPolicy.of, {name: raw[name]}) or EntryPolicy() for name in ("paused", "note") if name in raw]
-    return EntryPolicy(paused=any(each.paused for each in wishes), note="".join(each.note for each in wishes))
+    note = (_read(EntryPolicy.of, {"note": raw.get("note")}) or EntryPolicy()).note
+    return EntryPolicy(paused=bool(raw.get("paused")), note=note)  # 1, too: not every language has true
 
 
 def _write(

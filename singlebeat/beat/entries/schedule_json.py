@@ -39,6 +39,7 @@ RRULE_FIELDS = ("freq", "interval", "wkst", "count", *DATE_PARTS, *TIMES_END)
 
 
 #: The values that JSON has no form for, and that messages hold in that of kombu: an argument is stored as it is sent.
+#: Those of a type that the app has registered with kombu are left as they are: workers decode them.
 #: RedBeat passes this form on unread, but for a datetime, of which it has one of its own, with a zone.
 OF_KOMBU = frozenset({"date", "time", "datetime", "decimal", "uuid", "bytes", "base64"})
 
@@ -51,8 +52,11 @@ class Decoder(RedBeatJSONDecoder):  # type: ignore[misc]
     def dict_to_object(self, d: dict[str, Any]) -> object:
         """Return the value that a JSON object stands for, the object itself if its type is unknown."""
         kind = d.get("__type__")
-        if isinstance(kind, str) and kind in OF_KOMBU and d.keys() == {"__type__", "__value__"}:
-            return kombu_json.object_hook(d)
+        if d.keys() == {"__type__", "__value__"}:
+            if isinstance(kind, str) and kind in OF_KOMBU:
+                return kombu_json.object_hook(d)
+            if not isinstance(kind, str) or kind not in getattr(kombu_json, "_decoders", {}):
+                raise ValueError("a worker cannot read it")  # it would drop the message
         return super().dict_to_object(d) if kind == "datetime" else d
 
 
