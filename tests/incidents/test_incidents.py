@@ -578,7 +578,7 @@ def test_b10_a_bad_cron_is_named_everywhere_until_it_is_corrected(shop):
     incident = Incident("B10 bad cron")
     shop.redis.hset("redbeat:nightly", "definition", json.dumps(definition))
     shop.redis.zadd("redbeat::schedule", {"redbeat:nightly": 0})
-    reason = "definition cannot be read: .*99"
+    reason = "definition has an invalid schedule: .*99"
 
     incident.until(
         shop.beat.logs(
