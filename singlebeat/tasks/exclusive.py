@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from celery import Task, current_app
+from celery.exceptions import Reject
 from celery.local import Proxy
 from kombu.utils.uuid import uuid
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from celery import Celery
 
 __all__ = ("Exclusive", "exclusive")
+
+#: Seconds between two tries to acquire the lock of an earlier delivery, whose process may have died.
+AWAIT_DEAD_EACH = 1.0
 
 log = Log(__name__)
 
@@ -68,7 +72,8 @@ class Exclusive:
     holder: Holder
 
     ref: Ref
-    _renewer: ExclusiveRenewer | None = None
+    _asked: ExclusiveRenewer | None = None
+    _renewer: ExclusiveRenewer | None = None  #: that renews the lock; None if this object does not hold it
     _entered = False
 
     def __init__(self, key: str | Callable[..., str], *, app: Celery | None = None, lease: float | None = None) -> None:
@@ -100,7 +105,7 @@ class Exclusive:
         app = self._app or (task.app if task else current_app)
         app = app._get_current_object() if isinstance(app, Proxy) else app
         try:
-            renewer = exclusive_renewer_of(app)
+            renewer = self._asked = exclusive_renewer_of(app)
         except ConfigError as exc:
             if self._app is not None or task is not None or is_fallback(app):  # the error says so by itself
                 raise
@@ -163,6 +168,15 @@ class Exclusive:
         """
         return self.holder.fence if self else 0
 
+    @property
+    def is_held_by_earlier_delivery(self) -> bool:
+        """Whether the run of an earlier delivery of the present task's message holds the lock, here or elsewhere."""
+        task = current_app.current_worker_task
+        if self or self._asked is None or task is None or self.holder.task_id != task.request.id:
+            return False
+        is_redelivered = bool((task.request.delivery_info or {}).get("redelivered"))
+        return is_redelivered and not self._asked.holds(self.ref.key)  # else this very run holds it
+
     def is_lost(self) -> bool:
         """Return whether this object does not hold the lock; if the locks' server is unreachable, the lease decides."""
         if self._renewer is None or not self._renewer.tracks(self.ref):
@@ -202,6 +216,9 @@ class Exclusive:
     def __call__(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Return a function that runs under the lock, or returns None without a run if the lock is held.
 
+        If an earlier delivery of the message of its task holds the lock, whose process may have died, it waits for the
+        lock, for as long as the lease of a dead process lasts; then it gives the message back to the broker.
+
         Raises:
             TypeError: the function cannot be guarded; the message says why. A call raises it, too, if only the result
                 shows that.
@@ -218,9 +235,16 @@ class Exclusive:
         def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            with exclusive(_key_of(self.key, bound), app=self._app, lease=self._lease) as lock:
-                if lock:
-                    return _checked(function(*args, **kwargs), function)
+            key, began = _key_of(self.key, bound), time.monotonic()
+            while True:
+                with exclusive(key, app=self._app, lease=self._lease) as lock:
+                    if lock:
+                        return _checked(function(*args, **kwargs), function)
+                if not lock.is_held_by_earlier_delivery:
+                    break
+                if time.monotonic() >= began + lock.lease + AWAIT_DEAD_EACH:
+                    raise Reject(f"an earlier delivery of its message holds the lock {key!r}", requeue=True)
+                time.sleep(AWAIT_DEAD_EACH)
             log.info(
                 "%(function)s is skipped",
                 event="duplicate",

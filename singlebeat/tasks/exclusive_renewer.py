@@ -71,6 +71,10 @@ class ExclusiveRenewer:
         """Return whether a lock is renewed; a forked child holds no lock of its parent."""
         return self.pid == os.getpid() and ref.nonce in self._held
 
+    def holds(self, key: str) -> bool:
+        """Return whether code of this process holds the lock at a key."""
+        return self.pid == os.getpid() and any(lock.ref.key == key for lock in self._locks())
+
     def drop(self, ref: Ref) -> bool:
         """Stop renewing a lock, and return whether it was renewed until now; only one caller gets True."""
         return self.tracks(ref) and self._held.pop(ref.nonce, None) is not None

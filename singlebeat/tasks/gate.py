@@ -20,6 +20,7 @@ from celery import Task, states
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.signals import task_postrun
 from celery.utils.quorum_queues import detect_quorum_queues
+from kombu import Queue
 from kombu.utils.encoding import safe_repr
 
 from .. import signals
@@ -255,7 +256,8 @@ def _begin(task: Task, ticket: Ticket, request: Context) -> tuple[int, tuple[Arg
             remember_for=config.singlebeat_queued_ttl,
             task=task.name,
             arguments=readable(request.args or (), request.kwargs or {}, vars(request), app=task.app, task=task.name),
-            expiry=task.effective_lock_expiry,
+            # A lock of the run's own refuses nothing but copies of it: to them, the run is over when it ends.
+            expiry=None if ticket.is_private else task.effective_lock_expiry,
             entry=entry_of(vars(request)),
             note=note_of_broker(own_broker(task.app)),
             overtakes=ticket.overtakes,
@@ -536,7 +538,7 @@ def _send_again(
         headers=headers,
         **shown,
         **encoding,
-        **_to_its_queue(task.app, request),
+        **_to_its_queue(task.app, ticket, request),
     )
 
     def publish(**options: object) -> None:
@@ -551,26 +553,21 @@ def _send_again(
             sender.send(publish)
 
 
-def _to_its_queue(app: Celery, request: Context) -> Mapping[str, Any]:
-    """Return options that send a message to the queue alone by which an exchange has brought it; empty if unknown.
+def _to_its_queue(app: Celery, ticket: Ticket, request: Context) -> Mapping[str, Any]:
+    """Return options that send a message to the queue alone by which an exchange has brought it; empty if none has.
 
-    The exchange may give it to several queues, as of all workers: each of them would get it once more from each.
+    The exchange may give it to several queues: each worker would get it once more from each other, and so on.
     """
-    info, driver = request.delivery_info or {}, app.producer_pool.connections.connection.transport.driver_type
-    exchange, key = info.get("exchange"), info.get("routing_key")
-    if driver != "amqp":  # in Redis, no worker reads the key of the queue of a fanout exchange
+    known = app.amqp.queues.get(ticket.brought_by)
+    kind = known.exchange.type if known is not None else "direct"
+    is_by_exchange = bool((request.delivery_info or {}).get("exchange")) or kind != "direct"  # or sent so before
+    if not ticket.brought_by or not is_by_exchange:
         return {}
-    read = app.amqp.queues.consume_from.values()
-    if exchange:
-        bound = [queue for queue in read if queue.exchange.name == exchange]
-        named = [queue for queue in bound if queue.exchange.type == "fanout" or queue.routing_key == key]
-        own = named or (bound if len(bound) == 1 else [])
-    else:  # it was sent to its queue before
-        own = [queue for queue in read if queue.name == key and queue.exchange.type != "direct"]
-    # RabbitMQ delays messages for quorum queues by way of their exchanges.
-    if not own or (own[0].exchange.type != "fanout" and detect_quorum_queues(app, driver)[0]):
+    driver = app.producer_pool.connections.connection.transport.driver_type
+    if kind != "fanout" and detect_quorum_queues(app, driver)[0]:  # RabbitMQ delays by way of their exchanges
         return {}
-    return {"queue": own[0], "exchange": None, "routing_key": None, "exchange_type": "direct", "declare": []}
+    to_one: dict[str, Any] = {"exchange": None, "routing_key": None, "exchange_type": "direct", "declare": []}
+    return {**to_one, "queue": Queue(ticket.brought_by)}
 
 
 def _sendable(app: Celery, countdown: float) -> float:

@@ -163,6 +163,17 @@ def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
     return gated
 
 
+def _queue_of(message: Any) -> str:
+    """Return the queue by which RabbitMQ has delivered a message of kombu; empty for another broker.
+
+    The message names its consumer; which queue that reads, only the consumer itself knows.
+    """
+    tag = (message.delivery_info or {}).get("consumer_tag")
+    callback = getattr(message.channel, "callbacks", {}).get(tag)
+    tags = getattr(getattr(callback, "__self__", None), "_active_tags", {})  # of kombu's Consumer, by queue
+    return next((str(queue) for queue, each in tags.items() if each == tag), "")
+
+
 class Request(celery_request.Request):  # type: ignore[misc]
     """A delivery of a message to this worker, in its main process; works as in Celery if the message has no ticket."""
 
@@ -213,7 +224,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
         except Exception as exc:  # a user's function may raise any exception, but no message may stop the worker
             self._log_unlocked(safe_repr(exc))
             return None
-        return ticket.delivered(uuid(), serializer=registry.type_to_name.get(self.content_type, ""))
+        serializer = registry.type_to_name.get(self.content_type, "")
+        return ticket.delivered(uuid(), serializer=serializer, brought_by=_queue_of(self.message))
 
     def _shorten_pause(self, ticket: Ticket, now: datetime) -> None:
         """Let a message that waits for its turn ask again in time, though the clock of its sender may be ahead."""

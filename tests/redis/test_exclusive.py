@@ -11,18 +11,24 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from queue import SimpleQueue
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from celery import Celery
+from celery._state import _task_stack
+from celery.exceptions import Reject
 from redis.crc import key_slot
 
 import singlebeat
 from singlebeat import signals
 from singlebeat.config import MOST_SECONDS
 from singlebeat.errors import ConfigError, LockBackendError
+from singlebeat.locks import backend_of
+from singlebeat.locks.base import Ref
 from singlebeat.locks.key import done_key, lock_key
 from singlebeat.tasks.exclusive_renewer import exclusive_renewer_of
 from tests.support import ROOT, RedisServer, connected, ended_well, fork, wait_until
@@ -583,6 +589,54 @@ def test_a_guarded_task_checks_its_arguments_at_the_call_like_any_task(app, redi
         guarded.delay()
     result = guarded.apply((7,))
     assert result.get() == result.id
+
+
+def ran() -> str:
+    return "ran"
+
+
+@pytest.fixture
+def delivered(app, monkeypatch):
+    """Runs a guarded function as the body of a task with the id of a lock's holder."""
+    monkeypatch.setattr("singlebeat.tasks.exclusive.AWAIT_DEAD_EACH", 0.05)
+
+    def run(body: Callable[[], Any], *, ttl: float, redelivered: bool) -> Any:
+        task = app.task(body, name="app.guarded", shared=False)
+        held = Ref(lock_of("a"), "same", nonce="of the run that has died")
+        backend_of(app).begin(held, lease=ttl, remember_for=0.0, task=task.name, arguments="")
+        _task_stack.push(task)
+        task.push_request(id="same", called_directly=False, delivery_info={"redelivered": redelivered})
+        try:
+            return task.run()
+        finally:
+            task.pop_request()
+            _task_stack.pop()
+
+    return run
+
+
+@pytest.mark.parametrize(("redelivered", "returned"), [(True, "ran"), (False, None)])
+def test_a_guarded_task_that_comes_back_waits_for_its_dead_run(delivered, exclusive, redis, redelivered, returned):
+    assert delivered(exclusive("a", lease=5)(ran), ttl=0.3, redelivered=redelivered) == returned
+
+
+def test_a_guarded_task_that_comes_back_while_it_runs_is_given_back(delivered, exclusive, redis):
+    with pytest.raises(Reject) as given_back:
+        delivered(exclusive("a", lease=0.2)(ran), ttl=60, redelivered=True)
+
+    assert given_back.value.requeue
+
+
+def test_a_guarded_function_in_its_own_lock_returns_none_at_once(delivered, exclusive, redis):
+    @exclusive("b", lease=60)
+    def outer() -> Any:
+        return inner()
+
+    @exclusive("b", lease=60)
+    def inner() -> str:
+        return "twice"
+
+    assert delivered(outer, ttl=60, redelivered=True) is None
 
 
 async def coroutine(): ...

@@ -1678,6 +1678,25 @@ def test_the_last_arguments_are_not_dropped_for_an_older_run(app, deliver, redis
     assert ran == [2]
 
 
+@pytest.mark.parametrize("mode", ["until_expired", "until_executing"])
+def test_a_copy_of_a_run_is_refused_after_its_lock_has_expired(app, deliver, redis, mode):
+    """The run has a lock of its own, which refuses nothing else, and so lasts as long as the run."""
+    told = []
+
+    def body(user: Any) -> None:
+        run = task.request.singlebeat.ticket.run
+        bound = redis.hget(run.key, "until")
+        copy = replace(run, nonce="copy")
+        verdict = backend_of(app).begin(copy, lease=60, remember_for=60, task=task.name, arguments="").verdict
+        told.append((bound, verdict))
+
+    task = app.task(body, name="app.task", base=Singleton, shared=False, lock=mode, lock_expiry=5)
+    task.delay("a")
+    started(deliver(task))
+
+    assert told == [(None, Verdict.COPY)]
+
+
 # ---------------------------------------------------------------- what follows a run
 
 
