@@ -169,6 +169,8 @@ class Run(Mapping[str, Any]):
 
     def __init__(self, task: Task, ticket: Ticket, fence: int) -> None:
         self.task, self.ticket = task, ticket
+        #: The ``__call__`` of a subclass, which may call that of Singleton, is about to run the body.
+        self.begins = False
         #: Rises from run to run of equal calls. A resource that refuses lower numbers is safe from runs without lock.
         self.fence = fence
         header = getattr(task.request, RUN_HEADER, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
@@ -104,6 +105,9 @@ class Singleton(Task):  # type: ignore[misc]
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
+        # Of a subclass or of another base, as in Flask's pattern for tasks.
+        if not hasattr(cls.__call__, _UNDER_LOCK):
+            cls.__call__ = _under_lock(cls.__call__)  # type: ignore[method-assign]
         run = inspect.getattr_static(cls, "run")
         # Of the class: a wrapper around an instance's ``run`` may show ``self`` in its signature or hide it.
         cls.call_signature = signature_of(run)
@@ -501,8 +505,37 @@ class Singleton(Task):  # type: ignore[misc]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the task: under its lock in a worker, and as a plain function in a direct call."""
+        following, run = super().__call__, getattr(self.request, RUN_HEADER, None)
+        # The tracer has pushed the request already; Task.__call__ would push a second request.
+        body = self.run if getattr(following, "__func__", None) is Task.__call__ else following
+        if isinstance(run, Run) and run.begins:  # by the __call__ of a subclass
+            run.begins = False
+            return body(*args, **kwargs)
         with run_under_lock(self, args, kwargs) as call:
             if call is None:
-                return super().__call__(*args, **kwargs)
-            # The tracer has pushed the request already; Task.__call__ would push a second request.
-            return self.run(*call[0], **call[1])
+                return following(*args, **kwargs)
+            return body(*call[0], **call[1])
+
+
+#: The mark of each ``__call__`` that runs the task under its lock.
+_UNDER_LOCK = "is_under_lock"
+
+
+def _under_lock(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``__call__`` that holds the lock around another one, which may call ``run`` or that of its base."""
+
+    @functools.wraps(own)
+    def __call__(self: Singleton, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it is that of a class
+        with run_under_lock(self, args, kwargs) as call:
+            if call is None:
+                return own(self, *args, **kwargs)
+            run = getattr(self.request, RUN_HEADER, None)
+            if isinstance(run, Run):
+                run.begins = True
+            return own(self, *call[0], **call[1])
+
+    setattr(__call__, _UNDER_LOCK, True)
+    return __call__
+
+
+setattr(Singleton.__call__, _UNDER_LOCK, True)

@@ -21,7 +21,7 @@ from weakref import ref
 import pytest
 from billiard.einfo import ExceptionInfo
 from billiard.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded, WorkerLostError
-from celery import Celery, _state, chain, chord, states
+from celery import Celery, Task, _state, chain, chord, states
 from celery.app.trace import build_tracer
 from celery.canvas import Signature
 from celery.concurrency.solo import TaskPool
@@ -1695,6 +1695,52 @@ def test_a_copy_of_a_run_is_refused_after_its_lock_has_expired(app, deliver, red
     started(deliver(task))
 
     assert told == [(None, Verdict.COPY)]
+
+
+class InContext(Task):
+    """Flask's pattern: each run has the app's context."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.in_context = True
+        return self.run(*args, **kwargs)
+
+
+class InContextFirst(InContext, Singleton):
+    abstract = True
+
+
+class InContextLast(Singleton, InContext):
+    abstract = True
+
+
+class OwnCall(Singleton):
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.in_context = True
+        return super().__call__(*args, **kwargs)
+
+
+@pytest.mark.parametrize("base", [InContextFirst, InContextLast, OwnCall])
+def test_a_class_with_its_own_call_runs_under_its_lock(app, deliver, redis, base):
+    told = []
+
+    def body(user: Any) -> None:
+        run = task.request.singlebeat.ticket.run
+        told.append((user, task.request.id, redis.hget(run.key, "state"), task.in_context))
+        assert redis.hget(run.key, "nonce") == run.nonce
+
+    task = app.task(body, name="app.task", base=base, shared=False, in_context=False)
+    sent = task.delay("a")
+    started(deliver(task))
+
+    assert told == [("a", sent.id, "running", True)]
+    assert redis.keys("SINGLETONLOCK_*[^e]") == []
+    task.in_context = False
+    task.run = lambda user: user  # a direct call is one of a plain function
+    assert (task("b"), task.in_context) == ("b", True)
 
 
 # ---------------------------------------------------------------- what follows a run
