@@ -373,7 +373,7 @@ class Bed:
     def _check_exits(self) -> None:
         for slot in self.slots.values():
             if not slot.is_down and slot.process.returncode is not None:
-                exit_ = Exit(time.time(), slot.name, slot.process.returncode, slot.process.tail(30))
+                exit_ = Exit(time.time(), slot.name, slot.process.returncode, slot.process.tail(300))
                 self.records.exits.append(exit_)
                 self.say(f"{self._elapsed:7.1f} s {slot.name} ended by itself with {slot.process.returncode}")
                 self._start(slot)
