@@ -1692,7 +1692,9 @@ def test_a_copy_of_a_run_is_refused_after_its_lock_has_expired(app, deliver, red
 
     task = app.task(body, name="app.task", base=Singleton, shared=False, lock=mode, lock_expiry=5)
     task.delay("a")
+    renewer_of(app)._started = True  # the test is its thread
     started(deliver(task))
+    renewer_of(app)._work_off()
 
     assert told == [(None, Verdict.COPY)]
 
@@ -1734,7 +1736,9 @@ def test_a_class_with_its_own_call_runs_under_its_lock(app, deliver, redis, base
 
     task = app.task(body, name="app.task", base=base, shared=False, in_context=False)
     sent = task.delay("a")
+    renewer_of(app)._started = True  # the test is its thread
     started(deliver(task))
+    renewer_of(app)._work_off()
 
     assert told == [("a", sent.id, "running", True)]
     assert redis.keys("SINGLETONLOCK_*[^e]") == []
@@ -1787,7 +1791,7 @@ def test_a_run_whose_next_step_cannot_be_sent_may_run_again_after_a_lease(run_fi
     assert redis.keys("SINGLETONLOCK_*[^e]") == []
     assert again(60) is Verdict.COPY
     assert again(0) is Verdict.STARTED
-    assert "lock_lost" not in caplog.text
+    assert "lock_lost task=app.first" not in caplog.text
 
 
 @pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
@@ -1797,7 +1801,7 @@ def test_a_run_whose_next_step_is_sent_does_not_run_again(run_first, caplog, bas
     again = run_first(base, same, told=told)
 
     assert again(0) is Verdict.DONE
-    assert "lock_lost" not in caplog.text
+    assert "lock_lost task=app.first" not in caplog.text
 
 
 @pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
@@ -1838,7 +1842,7 @@ def test_a_run_goes_on_between_its_body_and_what_follows(app, deliver, redis, ca
     renewer_of(app)._work_off()
 
     assert told == [Verdict.COPY] * 2
-    assert "lock_lost" not in caplog.text
+    assert "lock_lost task=app.first" not in caplog.text
 
 
 # ---------------------------------------------------------------- a run that is ended by force
@@ -1921,7 +1925,7 @@ def test_a_child_frees_the_lock_of_a_plain_run_that_is_over(begun, app, redis, c
         request.on_accepted(1, time.monotonic())
         request.on_success((False, "a", 0.1))
         renewer_of(app).flush()
-    assert "lock_lost" not in caplog.text
+    assert f"lock_lost task=app.task id={request.id}" not in caplog.text
 
 
 def test_a_pool_without_processes_leaves_the_lock_to_the_main_process(begun, app):
