@@ -14,8 +14,8 @@ _NONE, _CONNECTION, _CHANNEL, _EXCHANGE, _QUEUE, _MESSAGE = 0, 10, 20, 40, 50, 6
 #: alone, lacks resources, is at a limit, or fails. They count for each method.
 _MAY_PASS = frozenset({320, 402, 403, 405, 506, 530, 541})
 
-#: Codes for what is not there, and for what is not as it should be: of a queue, that of a node which is away, or one
-#: that was declared with other arguments; of a message, one that will never do.
+#: Codes for a missing queue or exchange, and for a mismatch. They pass if they answer a declaration: the node of the
+#: queue is away, or another process has declared it with other arguments. A message that they answer never will do.
 _NOT_FOUND, _PRECONDITION_FAILED = 404, 406
 
 #: The exchange for messages with a countdown, which the first worker declares that has quorum queues.

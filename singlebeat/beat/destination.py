@@ -73,10 +73,10 @@ def reaches_all(app: Celery, task: str, options: Options, args: Arguments, kwarg
         return False
     route = _route(app, task, options, args, kwargs)
     exchange, kind = route.get("exchange"), route.get("exchange_type") or _kind_of(route["queue"])
-    if exchange and route.get("routing_key"):  # else Celery sends it to the queue
+    if exchange and route.get("routing_key") and not route.get("exchange_type"):  # else Celery sends it to the queue
         name = getattr(exchange, "name", exchange)
-        of_name = (_kind_of(queue) for queue in app.amqp.queues.values() if getattr(queue.exchange, "name", "") == name)
-        kind = route.get("exchange_type") or getattr(exchange, "type", None) or next(of_name, kind)
+        of_name = (_kind_of(queue) for queue in app.amqp.queues.values() if queue.exchange.name == name)
+        kind = getattr(exchange, "type", None) or next(of_name, kind)
     return bool(kind == "fanout")
 
 

@@ -72,7 +72,7 @@ class Exclusive:
     holder: Holder
 
     ref: Ref
-    _asked: ExclusiveRenewer | None = None
+    _asked: ExclusiveRenewer | None = None  #: that was to renew the lock; None if this object was not entered
     _renewer: ExclusiveRenewer | None = None  #: that renews the lock; None if this object does not hold it
     _entered = False
 

@@ -484,17 +484,14 @@ def postpone(
         while not _try_to_send_again(task, request, ticket, countdown, raises=time.monotonic() >= given_up):
             _pause()
     except Exception as exc:  # transports raise any exception
-        about = {
-            "task": task.name,
-            "id": ticket.task_id,
-            "reason": safe_repr(exc if str(exc) else exc.__cause__ or exc),
-        }
+        said = exc if str(exc) else exc.__cause__ or exc  # kombu wraps some errors in one without words
+        about = {"task": task.name, "id": ticket.task_id, "reason": safe_repr(said)}
         is_blocked = isinstance(exc, BlockedError) or isinstance(exc.__cause__, BlockedError)
         if is_acknowledged and is_blocked:
             # Only this process has the message. RabbitMQ takes it when the alarm ends, unless it dies before.
             _send_again(task, request, ticket, countdown, sender=None)
-            said = "%(task)s[%(id)s] is sent again to wait for its turn, without RabbitMQ's confirmation"
-            log.warning(said, event="unconfirmed", **about)
+            text = "%(task)s[%(id)s] is sent again to wait for its turn, without RabbitMQ's confirmation"
+            log.warning(text, event="unconfirmed", **about)
             raise Postponed(why) from exc
         log.warning("%(task)s[%(id)s] cannot be sent again to wait for its turn", event="unsent", **about)
         if not is_acknowledged:

@@ -307,6 +307,15 @@ def test_a_blocked_connection_that_rabbitmq_ends_is_forgotten(rabbit, server, re
         scheduler.close()
 
 
+def let_one_wait(app: Celery, task: str, worker: CeleryProcess, oracle: Oracle) -> None:
+    """Send the calls "first", which runs, and "second", which waits for its end."""
+    for call in ("first", "second"):
+        ticket = Ticket(call, "SINGLETONLOCK_{x}", "" if call == "second" else "SINGLETONLOCK_{x}", waits=True)
+        app.send_task(task, (call, 60), task_id=call, headers={HEADER: ticket.header()})
+        oracle.wait_started(1, "first", timeout=60)
+    worker.wait_for(r"\[second\] waits for its turn", timeout=60)
+
+
 @pytest.mark.parametrize(
     ("options", "task", "acks_late"),
     [
@@ -326,11 +335,7 @@ def test_a_run_that_waits_outlives_rabbitmq_in_an_alarm(options, task, acks_late
     stage = Stage(celery, oracle, {**conf, "singlebeat_socket_timeout": 2})
     worker = stage.start("worker", *options, "-c", "2").ready()
     with stage.app() as app:
-        for call in ("first", "second"):
-            ticket = Ticket(call, "SINGLETONLOCK_{x}", "" if call == "second" else "SINGLETONLOCK_{x}", waits=True)
-            app.send_task(task, (call, 60), task_id=call, headers={HEADER: ticket.header()})
-            oracle.wait_started(1, "first", timeout=60)
-        worker.wait_for(r"\[second\] waits for its turn", timeout=60)
+        let_one_wait(app, task, worker, oracle)
         with rabbit.alarm():
             rabbit.await_blocked()
             with rabbit.outage():
@@ -349,11 +354,7 @@ def test_a_run_that_waits_outlives_a_queue_that_is_full(rabbit, celery, oracle, 
     stage = Stage(celery, oracle, {**conf_of(rabbit, server), **on_classic_queue("crowded")})
     worker = stage.start("worker", "-c", "2").ready()
     with stage.app() as app:
-        for call in ("first", "second"):
-            ticket = Ticket(call, "SINGLETONLOCK_{x}", "" if call == "second" else "SINGLETONLOCK_{x}", waits=True)
-            app.send_task(IN_TURN, (call, 60), task_id=call, headers={HEADER: ticket.header()})
-            oracle.wait_started(1, "first", timeout=60)
-        worker.wait_for(r"\[second\] waits for its turn", timeout=60)
+        let_one_wait(app, IN_TURN, worker, oracle)
         before = worker.position
         rabbit.control("set_policy", *policy)
         try:
@@ -586,7 +587,7 @@ def test_runs_outlive_a_broker_that_refuses_them(refused, rabbit, runs_outlive):
 
 
 def test_runs_outlive_a_queue_with_other_arguments(rabbit, runs_outlive):
-    """Somebody has declared it otherwise: it is to be deleted, or the setting corrected."""
+    """Another program has declared it: an operator deletes it, or corrects the setting."""
 
     @contextmanager
     def declared_otherwise() -> Iterator[None]:
