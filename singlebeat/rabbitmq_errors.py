@@ -15,25 +15,22 @@ _NONE, _CONNECTION, _CHANNEL, _EXCHANGE, _QUEUE, _MESSAGE = 0, 10, 20, 40, 50, 6
 _MAY_PASS = frozenset({320, 402, 403, 405, 506, 530, 541})
 
 #: Codes for a missing queue or exchange, and for a mismatch. They pass if they answer a declaration: the node of the
-#: queue is away, or another process has declared it with other arguments. A message that they answer never will do.
+#: queue is away, or another process has declared it with other arguments. A mismatch of a message lasts.
 _NOT_FOUND, _PRECONDITION_FAILED = 404, 406
 
-#: The exchange for messages with a countdown, which the first worker declares that has quorum queues.
-_DELAYED = "celery_delayed"
-
-#: The code and the word for a message that is bound to no queue.
-_NO_ROUTE_CODE, NO_ROUTE = 312, "NO_ROUTE"
+#: The code for a message that reaches no queue.
+_NO_ROUTE = 312
 
 
 def may_pass(exc: BaseException) -> bool:
-    """Return whether RabbitMQ refuses what it may allow later: a right, a limit, a node or a queue is in the way."""
+    """Return whether RabbitMQ refuses what it may take later: for want of a right, a resource, a node or a queue."""
     answered, code = _answer(exc)
     return (
         _is_of_full_queue(exc)
+        or reaches_no_queue(exc)
         or answered == _CONNECTION
         or code in _MAY_PASS
         or (code in {_NOT_FOUND, _PRECONDITION_FAILED} and answered in {_EXCHANGE, _QUEUE})
-        or (code == _NOT_FOUND and _DELAYED in str(exc))
     )
 
 
@@ -43,9 +40,12 @@ def is_of_one_message(exc: BaseException) -> bool:
 
 
 def reaches_no_queue(exc: BaseException) -> bool:
-    """Return whether RabbitMQ has no queue for a message, or no exchange: it may have been deleted since."""
+    """Return whether RabbitMQ has no queue for a message, or no exchange.
+
+    It may have been deleted since it was declared; or its node is away, or no worker has declared it yet.
+    """
     answered, code = _answer(exc)
-    return code == _NO_ROUTE_CODE or (code == _NOT_FOUND and answered == _MESSAGE)
+    return code == _NO_ROUTE or (code == _NOT_FOUND and answered == _MESSAGE)
 
 
 def is_refused_queue(exc: BaseException) -> bool:

@@ -6,6 +6,8 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, tzinfo
 
+from celery.schedules import crontab
+
 from .entries.definition import LONGEST_STEP_BACK, Meta
 from .entries.entry import PARKED
 from .entries.occurrence import Decision, DecisionType, Kind, Occurrence
@@ -13,7 +15,7 @@ from .entries.timetable import TICK, Timetable
 from .leadership.clock_guard import WRONG_PAST, Jump
 from .store.claims import Claim, Stored
 
-__all__ = ("claim_for", "dropped")
+__all__ = ("claim_for", "dropped", "is_ever_too_late")
 
 #: Lateness from which an occurrence is a catch-up: a catch-up does not run after the end time of its entry.
 CATCH_UP_AFTER = timedelta(minutes=1)
@@ -128,12 +130,25 @@ def _paused(stored: Stored, occurrence: Occurrence, now: datetime, due: datetime
 
 def _missed(stored: Stored, occurrence: Occurrence, now: datetime, due: datetime) -> Decision | None:
     """Return the decision about an occurrence that is too late to run, None if it may run."""
-    grace, end = stored.policy.misfire_grace_time, stored.policy.end_time
+    (grace, setting), end = _grace(stored), stored.policy.end_time
     late = now - due
     if grace is not None and late.total_seconds() > grace:
-        reason = f"{late.total_seconds():.1f} s late, misfire_grace_time is {grace:g} s"
+        reason = f"{late.total_seconds():.1f} s late, {setting} is {grace:g} s"
     elif end is not None and now > end and late > CATCH_UP_AFTER:
         reason = f"{late.total_seconds():.1f} s late, its end_time was {end:%Y-%m-%d %H:%M:%SZ}"
     else:
         return None
     return Decision(stored.entry.name, stored.entry.task, occurrence, DecisionType.MISSED, reason)
+
+
+def _grace(stored: Stored) -> tuple[float | None, str]:
+    """Return how many seconds late an occurrence may be, None for any number, and the name of the setting."""
+    own = stored.policy.misfire_grace_time
+    if own is None and isinstance(stored.entry.schedule, crontab):
+        return stored.entry.app.conf.beat_cron_starting_deadline, "beat_cron_starting_deadline"
+    return own, "misfire_grace_time"
+
+
+def is_ever_too_late(stored: Stored) -> bool:
+    """Return whether an occurrence of an entry may be too late to run."""
+    return _grace(stored)[0] is not None or stored.policy.end_time is not None

@@ -17,7 +17,7 @@ from ..locks.late_release import release_later
 from ..log import Log
 from ..overlap import Overlap
 from .calendar.zone import app_zone
-from .decide import dropped
+from .decide import dropped, is_ever_too_late
 from .decision_log import log_decision
 from .entries.occurrence import WITHOUT_LOCK, Decision, DecisionType
 from .failures import Failures, unsendable
@@ -192,8 +192,7 @@ class Dispatcher:
 
     def dropped(self, message: Message) -> Decision | None:
         """Return the decision about a message that waited until it was too late; None if it may be sent."""
-        policy = message.stored.policy
-        if policy.misfire_grace_time is None and policy.end_time is None:
+        if not is_ever_too_late(message.stored):
             return None
         now = datetime.fromtimestamp(self._timestamp(), UTC)
         return dropped(message.stored, message.occurrence, now, zone=app_zone(self.app))

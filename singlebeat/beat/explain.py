@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -362,10 +363,10 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
             yield f"The run for {when} was missed: {record.reason}."
             yield (
                 "It was not sent in time: no beat led then or it was busy, or the broker or the locks' server was "
-                "unreachable. The entry's policy allows no later run."
+                "unreachable. No later run is allowed."
             ) + (
-                " Without misfire_grace_time, one run would have made up for all that were missed."
-                if "misfire_grace_time" in record.reason
+                f" Without {setting[1]}, one run would have made up for all that were missed."
+                if (setting := re.search("(misfire_grace_time|beat_cron_starting_deadline)", record.reason))
                 else ""
             )
         case "paused":

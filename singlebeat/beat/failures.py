@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from celery.beat import SchedulingError
 from kombu.exceptions import OperationalError
 from kombu.utils.encoding import safe_repr
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -14,7 +15,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from ..connections import DataError, RedisError, ResponseError, broker_place, what_it_does
 from ..errors import LockBackendError, UnusableLockError
 from ..log import Log
-from ..rabbitmq_errors import NO_ROUTE, is_of_one_message, may_pass
+from ..rabbitmq_errors import is_of_one_message, may_pass, reaches_no_queue
 from ..server_errors import with_advice
 from .backoff import FIRST_RETRY, LAST_RETRY, Backoff
 from .store.probe import lock_refusal, lock_server_says
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 __all__ = (
     "BROKER",
     "LOCKS",
+    "NO_QUEUE",
     "Failures",
+    "NoQueueError",
     "UnreachableBrokerError",
     "causes",
     "in_words",
@@ -44,11 +47,8 @@ BROKER, LOCKS = "the broker", "the locks' server"
 #: Seconds between two tries of all commands that locks need, while the locks' server refuses one.
 TRY_LOCKS_EVERY = 1.0
 
-#: The advice about a message that RabbitMQ can deliver to no queue.
-_NO_QUEUE = (
-    "no queue is bound to that exchange with that routing key: start a worker that reads the queue, or correct "
-    "exchange or routing_key"
-)
+#: What to do about a message for which the broker has no queue.
+NO_QUEUE = "start a worker that reads the queue, or correct exchange or routing_key"
 
 #: Errors of an unreachable broker or locks' server.
 UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
@@ -61,13 +61,18 @@ class UnreachableBrokerError(RedisConnectionError):
     """The broker is not reached, which ends a tick like an error of the schedule's server; the message names it."""
 
 
+class NoQueueError(SchedulingError):  # type: ignore[misc]
+    """No queue of Redis is bound to the exchange of a message with its routing key."""
+
+
 def is_transient(exc: Exception) -> bool:
     """Return whether an attempt failed because of a server, so that a retry may succeed.
 
     The server is unreachable, or refuses what it may allow later.
     """
     return any(
-        (isinstance(cause, UNREACHABLE) and not _is_of_message(cause)) or may_pass(cause) for cause in causes(exc)
+        (isinstance(cause, UNREACHABLE) and not _is_of_message(cause)) or may_pass(cause) or _is_without_queue(cause)
+        for cause in causes(exc)
     )
 
 
@@ -102,9 +107,12 @@ def in_words(exc: Exception) -> str:
 
 
 def unsendable(exc: Exception) -> str:
-    """Return why a message can never be sent, and what to do."""
-    why = safe_repr(exc.__context__ or exc)
-    return f"{why}: {_NO_QUEUE}" if NO_ROUTE in why else why
+    """Return why a message can never be sent."""
+    return str(safe_repr(exc.__context__ or exc))
+
+
+def _is_without_queue(exc: BaseException) -> bool:
+    return isinstance(exc, NoQueueError) or reaches_no_queue(exc)
 
 
 def _is_of_message(exc: BaseException) -> bool:
@@ -136,8 +144,8 @@ class Failures:
         self._ask_again_at = 0.0  #: monotonic: when that server may be asked for locks again
 
     def is_refused(self, message: Message, exc: Exception) -> bool:
-        """Return whether RabbitMQ answers and refuses one message for now; log it now and then."""
-        if not any(map(is_of_one_message, causes(exc))):
+        """Return whether the broker answers and does not take one message for now; log it now and then."""
+        if not any(is_of_one_message(cause) or _is_without_queue(cause) for cause in causes(exc)):
             return False
         if self.backoff.refused(message.entry.key):
             self._log_refusal(message, exc)
@@ -152,7 +160,8 @@ class Failures:
     def _log_refusal(self, message: Message, exc: Exception) -> None:
         text = "beat: %(server)s answers, and does not take the message of %(entry)s, which stays pending"
         about = {"server": _server_of(exc), "entry": message.entry.name}
-        log.error(text, event="refused", **about, reason=in_words(exc))
+        advice = f": {NO_QUEUE}" if any(map(_is_without_queue, causes(exc))) else ""
+        log.error(text, event="refused", **about, reason=f"{in_words(exc)}{advice}")
 
     def note(self, exc: Exception, *keys: str) -> None:
         """Log that a server cannot be reached, once; drop the connection to the broker.

@@ -159,8 +159,12 @@ def _complete(message: Message, config: Config) -> None:
     entry.options = copy.deepcopy(entry.options)  # Celery writes into the headers
     entry.schedule = on_its_clock(entry.schedule, stored.policy.timezone)
     entry.options["task_id"] = occurrence.id
-    entry.options.setdefault("retry", False)  # beat retries by itself, without blocking other entries
-    entry.options.setdefault("confirm_timeout", config.singlebeat_socket_timeout)
+    # Beat retries by itself, without blocking other entries; so no wait may be longer than its own.
+    entry.options["retry"], longest = False, config.singlebeat_socket_timeout
+    entry.options.setdefault("confirm_timeout", longest)
+    for wait in {"timeout", "confirm_timeout"} & entry.options.keys():
+        own = entry.options[wait]
+        entry.options[wait] = longest if own is None else min(own, longest)
     if stored.policy.expires is not None:
         entry.options["expires"] = stored.policy.expires
     entry.options["headers"] = {**(entry.options.get("headers") or {}), RUN_HEADER: occurrence.header(entry.name)}

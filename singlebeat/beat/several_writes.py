@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from celery.beat import SchedulingError
 from celery.signals import before_task_publish
 
 from ..broker import own_broker
@@ -25,7 +24,7 @@ from ..server_errors import is_key_denied
 from .destination import queue_reached
 from .dispatch import Published, not_published
 from .entries.occurrence import DecisionType
-from .failures import BROKER, LOCKS, causes, is_transient
+from .failures import BROKER, LOCKS, NoQueueError, causes, is_transient
 from .message import prepare
 from .store.probe import lock_refusal
 
@@ -337,7 +336,7 @@ class SeveralWrites:
             attempt.commands = outbox.commands
             self._queues[message.occurrence.id] = outbox.queue
             if not outbox.commands:
-                attempt.error = SchedulingError("no queue is bound to its exchange with its routing key")
+                attempt.error = NoQueueError("no queue is bound to its exchange with its routing key")
         if message.is_sent_by_others:
             attempt.published = self._published_by_others(message, result)
         return attempt

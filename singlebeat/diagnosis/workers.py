@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..beat.delivery import Busy, Delivery, Reader, queue_of
 from ..beat.entries.statics import Statics
+from ..beat.failures import NO_QUEUE
 from ..beat.keys import Keys
 from ..beat.lost_messages import count_messages, living_workers
 from ..beat.result_backend import ResultBackendError, read_end
@@ -279,8 +280,8 @@ def unheard(app: Celery, workers: Workers) -> Sequence[str]:
     return [f"{worker} ({ages[worker]:.0f} s)" for worker in sorted(ages) if workers.versions.get(worker)]
 
 
-def refused_queues(app: Celery, entries: Iterable[Entry]) -> Iterator[str]:
-    """Yield a sentence for each queue of entries that the broker refuses to this user, with the remedy or its words."""
+def refused_queues(app: Celery, entries: Collection[Entry]) -> Iterator[str]:
+    """Yield a sentence for each queue of entries that the broker refuses or may lack, with the remedy or its words."""
     queues = sorted({queue for entry in entries if (queue := queue_of(app, entry))})
     with suppress(Exception), bounded(app.connection_for_write(), Config.of(app).singlebeat_socket_timeout) as broker:
         # An unreachable broker is reported by its own part.
@@ -293,6 +294,10 @@ def refused_queues(app: Celery, entries: Iterable[Entry]) -> Iterator[str]:
                     yield f"the broker {broker_place(app)} refuses queue {queue}: {exc}"
                 elif is_denied(exc):
                     yield f"the broker {broker_place(app)} refuses queue {queue} to this user: grant the keys {queue}*"
+        for entry in entries:
+            if exchange := entry.options.get("exchange"):  # only a message finds out whether it reaches a queue
+                key = entry.options.get("routing_key", "")
+                yield f"maybe no queue is bound to exchange {exchange} with routing key {key!r}: {NO_QUEUE}"
 
 
 def _asking(app: Celery) -> Callable[[str], _Answers]:

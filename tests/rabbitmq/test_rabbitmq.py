@@ -538,11 +538,12 @@ def runs_outlive(rabbit, server, redis, caplog):
         queue: str,
         event: str,
         why: str = "the broker or the locks' server is away, or refuses",
+        options: Mapping[str, object] = {},
     ) -> None:
         conf = {**conf_of(rabbit, server), "task_default_queue": queue, "singlebeat_watchdog_timeout": None}
         with make_app(rabbit.url, conf) as app:
             for at in range(2):
-                Entry(f"e{at}", f"{APP}.plain", schedule(60), ["x"], app=app, run_on_start=True).save()
+                Entry(f"e{at}", f"{APP}.plain", schedule(60), ["x"], options=options, app=app, run_on_start=True).save()
             scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
             with refusing:
                 for _ in range(3):
@@ -599,20 +600,26 @@ def test_runs_outlive_a_queue_with_other_arguments(rabbit, runs_outlive):
     runs_outlive(declared_otherwise(), "otherwise", "refused")
 
 
-def test_runs_outlive_the_node_of_a_cluster_that_has_their_queue(rabbit, runs_outlive):
+@pytest.mark.parametrize("by", ["its name", "its exchange"])
+def test_runs_outlive_the_node_of_a_cluster_that_has_their_queue(by, rabbit, runs_outlive):
     """As in each rolling upgrade: beat reaches another node, which has no place for the message meanwhile."""
+    name = f"at home elsewhere, by {by}"
     with RabbitMQ(joins=rabbit) as node:
 
         @contextmanager
         def node_away() -> Iterator[None]:
             with Connection(node.url) as connection:
-                Queue("at home elsewhere", Exchange("at home elsewhere"), "at home elsewhere")(connection).declare()
+                Queue(name, Exchange(name), name)(connection).declare()
             with node.outage():
                 yield
 
         try:
-            refuses = "refuses queue at home elsewhere: Queue.declare: (404) NOT_FOUND - home node"
-            runs_outlive(node_away(), "at home elsewhere", "refused", refuses)
+            refuses = f"refuses queue {name}: Queue.declare: (404) NOT_FOUND - home node"
+            if by == "its name":
+                runs_outlive(node_away(), name, "refused", refuses)
+            else:
+                bound = {"exchange": name, "routing_key": name}
+                runs_outlive(node_away(), name, "refused", "maybe no queue is bound to exchange at home", bound)
         finally:
             node.control("stop_app")
             rabbit.control("forget_cluster_node", node.name)
@@ -643,7 +650,7 @@ def test_a_delayed_run_waits_for_the_first_worker(rabbit, celery, server, redis,
         assert [record.decision for record in Schedule(app).history()] == ["dispatched"]
 
 
-def test_a_message_that_reaches_no_queue_has_failed(rabbit, server, redis):
+def test_a_message_that_reaches_no_queue_waits_for_one(rabbit, server, redis, caplog):
     """RabbitMQ confirms such a message, and drops it."""
     conf = {**conf_of(rabbit, server), "task_default_queue": "reached", "singlebeat_watchdog_timeout": None}
     conf["task_send_sent_event"] = True  # these reach no queue either
@@ -654,16 +661,17 @@ def test_a_message_that_reaches_no_queue_has_failed(rabbit, server, redis):
             redis.zadd("redbeat::schedule", {f"redbeat:e{at}": at})
         scheduler = Service(app, scheduler_cls="singlebeat.Scheduler").get_scheduler()
         scheduler.tick()
-        scheduler.close()
 
-        decided = {record.entry: (record.decision, record.reason) for record in Schedule(app).history()}
-        assert {name: decision for name, (decision, _) in decided.items() if decision != "dispatched"} == {
-            "e1": "publish_failed"
-        }
-        assert "NO_ROUTE" in decided["e1"][1]
-        assert decided["e1"][1].endswith("start a worker that reads the queue, or correct exchange or routing_key")
-        assert len(decided) == 5
+        decided = {record.entry: record.decision for record in Schedule(app).history()}
+        assert decided == dict.fromkeys(["e0", "e2", "e3", "e4"], "dispatched")
         assert connection.default_channel.queue_declare("reached", passive=True).message_count == 3
+        assert re.search("does not take the message of e1.*NO_ROUTE.*start a worker that reads the queue", caplog.text)
+
+        Queue("found at last", Exchange("amq.direct", no_declare=True), "a typing error")(connection).declare()
+        redis.zadd("redbeat::pending", {"redbeat:e1": 0}, xx=True)
+        wait_until(lambda: scheduler.tick() and len(Schedule(app).history()) == 5, timeout=60, what="the run")
+        scheduler.close()
+        assert connection.default_channel.queue_declare("found at last", passive=True).message_count == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"queue": "deleted"}], ids=["the default queue", "one of its own"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from celery.signals import after_task_publish, before_task_publish
+from kombu import Exchange, Queue
 from kombu.messaging import Producer
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -24,6 +25,7 @@ from singlebeat.beat.store.dispatches import DISPATCH, Answer
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Ref
 from singlebeat.locks.key import behind_key
+from tests.incidents.tools import Tools
 from tests.proxy import LossyProxy, Network
 from tests.redis.bench import Bench
 from tests.support import RedisServer, connected
@@ -737,15 +739,22 @@ def test_a_message_that_cannot_be_made_leaves_the_channel_to_others(bench, monke
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_message_that_reaches_no_queue_has_failed(server, redis, own_server, bench_on, elsewhere):
+def test_a_message_that_reaches_no_queue_waits_for_one(server, redis, own_server, bench_on, elsewhere, caplog):
     bench = bench_on(server, **({"broker_url": own_server.celery_url} if elsewhere else {}))
     bench.put("a", options={"exchange": "nowhere", "routing_key": "a typing error"})
     bench.put("b")
 
     bench.tick()
 
-    assert {each["entry"]: each["decision"] for each in bench.history} == {"a": "publish_failed", "b": "dispatched"}
-    assert "no queue is bound" in next(each["reason"] for each in bench.history if each["entry"] == "a")
+    assert {each["entry"]: each["decision"] for each in bench.history} == {"b": "dispatched"}
+    assert "no queue is bound to its exchange with its routing key: start a worker" in caplog.text
+    assert "maybe no queue is bound to exchange nowhere" in Tools(bench.app).ask("doctor")
+
+    with bench.app.connection_for_write() as connection:
+        Queue("late", Exchange("nowhere"), "a typing error")(connection).declare()
+    redis.zadd("redbeat::pending", {"redbeat:a": 0}, xx=True)
+    bench.tick()
+    assert {each["entry"]: each["decision"] for each in bench.history} == {"a": "dispatched", "b": "dispatched"}
 
 
 def test_what_is_made_before_a_server_fails_is_written(bench, monkeypatch):

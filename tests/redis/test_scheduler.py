@@ -23,6 +23,7 @@ from celery import Celery, Task
 from celery.beat import Service
 from celery.schedules import BaseSchedule, crontab, schedule
 from celery.signals import after_task_publish, beat_init, before_task_publish
+from kombu import Connection, Producer
 from redbeat.schedules import rrule
 from redis import Redis
 from redis.client import Pipeline
@@ -53,6 +54,7 @@ from singlebeat.locks.base import Call, Ref, Verdict
 from singlebeat.locks.key import behind_key, done_key
 from singlebeat.locks.redis import RedisBackend
 from singlebeat.outbox import Marker
+from tests.incidents.tools import Tools
 from tests.redis.bench import Bench
 from tests.support import ROOT, PytzLike, RedisServer, SlowProxy, connected, contents, wait_until, without
 from tests.system.apps import make_app
@@ -300,6 +302,31 @@ def test_an_occurrence_within_its_grace_runs(bench):
     bench.scheduler().tick()
 
     assert bench.names == ["e"]
+
+
+@pytest.mark.parametrize(
+    ("deadline", "is_crontab", "own", "decision"),
+    [
+        (60, True, {}, "missed"),
+        (3600, True, {}, "dispatched"),
+        (60, False, {}, "dispatched"),
+        (60, True, {"misfire_grace_time": 3600}, "dispatched"),
+        (3600, True, {"misfire_grace_time": 60}, "missed"),
+    ],
+)
+def test_a_crontab_that_is_late_keeps_the_deadline_of_celery(
+    deadline, is_crontab, own, decision, server, redis, bench_on
+):
+    """A policy of the entry wins; Celery's setting is for crontabs alone."""
+    bench, half_an_hour_ago = bench_on(server, beat_cron_starting_deadline=deadline), datetime.now(UTC) - HOUR / 2
+    bench.put(every=crontab(minute=half_an_hour_ago.minute) if is_crontab else HOUR, **own)
+
+    bench.tick()
+
+    assert bench.decisions == [decision]
+    assert (decision == "dispatched") == bool(bench.messages)
+    assert ("beat_cron_starting_deadline" in bench.history[0]["reason"]) == (decision == "missed" and not own)
+    assert ("Without " in Tools(bench.app).ask("explain", "e")) == (decision == "missed")
 
 
 def test_a_deleted_entry_is_not_sent(bench):
@@ -1134,6 +1161,33 @@ def test_an_unreachable_broker_is_asked_once_in_a_tick(server, redis, own_server
     assert "Sending due task" not in caplog.text
     assert caplog.text.count("stay pending") == 1
     assert redis.zcard(PENDING) == 5
+
+
+def test_an_entry_with_retries_of_its_own_does_not_hold_up_beat(server, redis, own_server, bench_on, monkeypatch):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    waits = {"retry": True, "retry_policy": {"max_retries": 3}, "timeout": 3600, "confirm_timeout": 3600}
+    for at in range(2):
+        bench.put(f"e{at}", options=waits)
+    scheduler = bench.scheduler()
+    scheduler.work.one_write.rule_out("the broker is another server")
+    retried, published, publish = [], [], Producer.publish
+    monkeypatch.setattr(Connection, "ensure", lambda *args, **kwargs: retried.append(args))
+    monkeypatch.setattr(Producer, "publish", lambda *args, **kw: published.append(kw) or publish(*args, **kw))
+
+    def end_broker(**_: object) -> None:
+        before_task_publish.disconnect(end_broker)
+        own_server.kill()
+
+    before_task_publish.connect(end_broker)  # it is connected then
+    scheduler.tick()
+
+    assert redis.zcard(PENDING) == 2
+    assert not retried
+    assert all(each["timeout"] == each["confirm_timeout"] == 5 for each in published)
+    own_server.restart()
+    bench.retry_now()
+    scheduler.tick()
+    assert own_server.client().llen(QUEUE) == 2
 
 
 @pytest.mark.parametrize("task", [PLAIN, SINGLE])

@@ -34,7 +34,7 @@ class DecisionType(StrEnum):
     PAUSED = "paused"
     #: It was later than ``misfire_grace_time`` or ``end_time`` allows. The reason: by how much.
     MISSED = "missed"
-    #: Its message can never be sent, or reaches no queue. The reason: why.
+    #: Its message can never be sent. The reason: why.
     PUBLISH_FAILED = "publish_failed"
     #: Its entry cannot be used until it is fixed. The reason: why; recorded once for each reason.
     QUARANTINED = "quarantined"

@@ -113,7 +113,8 @@ class EntryPolicy:
     timezone: ZoneInfo | None = _wish(_zone)
     #: What happens to an occurrence while an equal call is queued or running; None: as its task says, or ``skip``.
     overlap: Overlap | None = _wish(_overlap)
-    #: How late an occurrence may be; a later one is recorded as missed. None: it runs however late it is.
+    #: How late an occurrence may be; a later one is recorded as missed. None: it runs however late it is, except that
+    #: ``beat_cron_starting_deadline`` counts for a crontab.
     misfire_grace_time: float | None = _wish(_seconds)
     #: Longest delay after the nominal time. It is constant for an occurrence, and never reaches the next nominal time.
     jitter: float | None = _wish(_seconds)
