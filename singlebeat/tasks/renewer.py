@@ -142,6 +142,12 @@ class Renewer:
         """Stop the renewal of a request's locks, but do not free them."""
         self._requests.pop(id(request), None)
 
+    def forget_waiting(self) -> None:
+        """Stop the renewal for the messages that wait in this worker: the broker has them again, or has lost them."""
+        for request in self._living():
+            if request.waits_here:
+                self.forget(request)
+
     def finish(self, request: Request, *, after: float = 0.0) -> None:
         """Free the locks of a request that is over, after a delay in seconds if its body may still be running."""
         self._requests.pop(id(request), None)

@@ -286,6 +286,11 @@ class Request(celery_request.Request):  # type: ignore[misc]
         return self._held.refs if self._held is not None and self._ends_with_message else ()
 
     @property
+    def waits_here(self) -> bool:
+        """Whether the pool has not got it: it waits in the main process for its ETA, a rate limit or a free process."""
+        return not self._given_to_pool
+
+    @property
     def _held(self) -> Ticket | None:
         return None if self._given_up and not self._given_to_pool else self.ticket
 

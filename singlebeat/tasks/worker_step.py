@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,7 @@ class WorkerLockStep(bootsteps.StartStopStep):  # type: ignore[misc]
             task.Request = _with_locks(symbol_by_name(task.Request))
         report_exceptions(parent.pool)
         leave_unwritten(parent.pool)
+        _forget_on_close(parent.consumer, renewer)
         self.renewer, renewer.timer = renewer, parent.timer
         renewer.serve(parent.hostname, name=worker_name(parent.app, parent.hostname))
         # Not at the top, because every app with a Singleton imports this module; not later, while the pool forks.
@@ -114,6 +116,18 @@ class WorkerLockStep(bootsteps.StartStopStep):  # type: ignore[misc]
         ticket = Ticket.of_message(headers, headers.get("id"))
         if ticket is not None and self.renewer is not None:
             self.renewer.finish_ticket(ticket)
+
+
+def _forget_on_close(consumer: Consumer, renewer: Renewer) -> None:
+    """Let a consumer that loses its broker, and drops the messages that wait in it, end their renewal."""
+    on_close = consumer.on_close
+
+    @wraps(on_close)
+    def closed() -> None:
+        on_close()
+        renewer.forget_waiting()
+
+    consumer.on_close = closed
 
 
 def _has_lock_server(app: Celery) -> bool:
