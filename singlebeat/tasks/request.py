@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from celery.concurrency.base import BasePool
@@ -14,6 +14,8 @@ from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, Terminate
 from celery.worker import request as celery_request
 from celery.worker.state import revoked, revoked_stamps, task_ready
 from kombu.serialization import registry
+from kombu.transport.virtual import Channel
+from kombu.transport.virtual.exchange import STANDARD_EXCHANGE_TYPES, FanoutExchange
 from kombu.utils.encoding import safe_repr
 from kombu.utils.functional import maybe_list
 from kombu.utils.uuid import uuid
@@ -31,6 +33,10 @@ from ..run_results import RESULT_NOT_STORED, is_result_lost, may_be_unsent, outc
 from .gate import Blocked, Postponed, Refused, Unsent, admit, is_followed, postpone_unlocked, turn_ttl, yields_to_heir
 from .lock_action import LockAction, lock_action
 from .renewer import renewer_of
+
+if TYPE_CHECKING:
+    from celery import Celery
+    from kombu import Queue
 
 __all__ = ("Request", "leave_unwritten", "report_exceptions")
 
@@ -163,15 +169,36 @@ def _gated(execute: Callable[..., Any]) -> Callable[..., Any]:
     return gated
 
 
-def _queue_of(message: Any) -> str:
-    """Return the queue by which RabbitMQ has delivered a message of kombu; empty for another broker.
+def _queue_of(message: Any, app: Celery) -> str:
+    """Return the queue by which a message of kombu has come; empty if that is not known.
 
-    The message names its consumer; which queue that reads, only the consumer itself knows.
+    The message of RabbitMQ names its consumer; which queue that reads, only the consumer itself knows.
     """
+    if isinstance(message.channel, Channel):
+        return _read_by(message.delivery_info or {}, app.amqp.queues.consume_from.values())
     tag = (message.delivery_info or {}).get("consumer_tag")
     callback = getattr(message.channel, "callbacks", {}).get(tag)
     tags = getattr(getattr(callback, "__self__", None), "_active_tags", {})  # of kombu's Consumer, by queue
     return next((str(queue) for queue, each in tags.items() if each == tag), "")
+
+
+def _read_by(delivery_info: Mapping[str, Any], queues: Iterable[Queue]) -> str:
+    """Return a queue of this worker that has got a message over one of kombu's own exchanges, as those in Redis.
+
+    If several have, each of them has got a copy, so each will do.
+    """
+    exchange, key = delivery_info.get("exchange"), delivery_info.get("routing_key") or ""
+    if not exchange:
+        return str(key)
+    for queue in queues:
+        for bound in queue.bindings or (queue,):
+            kind = STANDARD_EXCHANGE_TYPES.get(bound.exchange.type, FanoutExchange)
+            if bound.exchange.name != exchange or kind is FanoutExchange:  # a fanout queue can be read, not written
+                continue
+            rule = kind(None)
+            if rule.lookup([rule.prepare_bind(queue.name, exchange, bound.routing_key, None)], exchange, key, None):
+                return str(queue.name)
+    return ""
 
 
 class Request(celery_request.Request):  # type: ignore[misc]
@@ -225,7 +252,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             self._log_unlocked(safe_repr(exc))
             return None
         serializer = registry.type_to_name.get(self.content_type, "")
-        return ticket.delivered(uuid(), serializer=serializer, brought_by=_queue_of(self.message))
+        return ticket.delivered(uuid(), serializer=serializer, brought_by=_queue_of(self.message, self.app))
 
     def _shorten_pause(self, ticket: Ticket, now: datetime) -> None:
         """Let a message that waits for its turn ask again in time, though the clock of its sender may be ahead."""
@@ -359,6 +386,12 @@ class Request(celery_request.Request):  # type: ignore[misc]
     def _log_unlocked(self, why: Exception | str) -> None:
         about = {"task": self.task.name, "id": self.id, "reason": why}
         log.warning("%(task)s[%(id)s] runs without its lock", event="unlocked", **about)
+
+    def acknowledge(self) -> None:
+        """Acknowledge the message, which frees the lock of a run that no pool reports, as of celery-batches."""
+        super().acknowledge()
+        if not self._given_to_pool:
+            self.free_if_acknowledged()
 
     def free_if_acknowledged(self) -> None:
         """Free the lock if the broker does not deliver the message again: do what ``lock_action`` says."""

@@ -122,6 +122,19 @@ def test_a_message_that_waits_for_its_turn_is_encoded_as_it_was(app, deliver, ow
     assert set(again.request_dict[HEADER]) == set(first.request_dict[HEADER])
 
 
+def test_a_call_that_runs_in_a_batch_frees_its_lock_with_its_message(app, deliver, redis):
+    """A task of celery-batches has a strategy of its own: no pool gets the request, and none reports its end."""
+    task = task_of(app)
+    first = task.delay("a")
+    request = deliver(task)
+    assert task.delay("a") == first, "a duplicate"
+
+    request.acknowledge()
+
+    renewer_of(app).flush()
+    assert task.delay("a") != first
+
+
 def test_a_message_waits_no_longer_than_it_should_though_clocks_differ(app, deliver):
     """Its sender's clock is ten minutes ahead of this worker's. Other times are those of callers."""
     task, ahead = task_of(app, overlap="buffer_all"), datetime.now(UTC) + timedelta(minutes=10)

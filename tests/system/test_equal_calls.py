@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from celery.schedules import schedule
+from kombu import Exchange, Queue
 
 from singlebeat import Entry, Schedule, clocked
 from tests.support import APP, wait_until
@@ -82,3 +83,38 @@ def test_a_one_off_runs_after_the_equal_run_that_it_meets(celery, app, oracle):
     runs = oracle.wait_ended(2, "one")
     assert [run.id for run in runs] == [first.id, buffered.task_id]
     assert oracle.max_concurrent("one") == 1
+
+
+WITH_QUEUES = """
+from kombu import Exchange, Queue
+from tests.system.apps import app
+news = Exchange("news", "{kind}")
+app.conf.task_queues = [Queue("a", news, "{key}"), Queue("b", news, "{key}"), Queue("c", news, "{key}")]
+"""
+
+
+@pytest.mark.parametrize(("kind", "key"), [("topic", "news.#"), ("direct", "news.one")])
+def test_a_waiting_message_that_several_queues_have_got_stays_as_many(kind, key, celery, server, oracle, tmp_path):
+    """Sent to its exchange again, each of its copies would become one for each queue, again and again."""
+    (tmp_path / "with_queues.py").write_text(WITH_QUEUES.format(kind=kind, key=key))
+    names = {"one": "a,b", "two": "c"}
+    workers = [
+        celery("worker", "-c", "3", "-P", "threads", "-n", f"{name}@h", "-Q", queues, app="with_queues").ready()
+        for name, queues in names.items()
+    ]
+    news = Exchange("news", kind)
+    to_all = {"exchange": news, "routing_key": "news.one", "declare": [Queue("a", news, key)]}
+
+    def times(line: str) -> int:
+        return sum(worker.text.count(line) for worker in workers)
+
+    with make_app(server.celery_url, {"task_queues": [Queue("a", news, key)]}) as app:
+        calls = [app.tasks[f"{APP}.in_turn"].apply_async(("one", 60), **to_all) for _ in range(2)]
+        for number in (1, 2):
+            (*_, run) = oracle.wait_started(number, "one", timeout=60)
+            waits = f"[{run.id}] waits for its turn"
+            wait_until(lambda waits=waits: times(waits) >= 8, timeout=60, what="eight tries")
+            assert times(f"[{run.id}] received") <= 3 + times(waits)
+            oracle.let_go("one")
+        assert [call.get(timeout=60) for call in calls] == ["one"] * 2
+    assert (oracle.started("one"), oracle.max_concurrent("one")) == (2, 1)
