@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from celery import Celery, chord
@@ -623,6 +624,30 @@ def test_runs_outlive_the_node_of_a_cluster_that_has_their_queue(by, rabbit, run
         finally:
             node.control("stop_app")
             rabbit.control("forget_cluster_node", node.name)
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent"])
+def test_a_message_that_a_lost_broker_has_taken_along_frees_its_lock(pool, rabbit, celery, oracle, server, redis):
+    """A worker that held it for its countdown lives, connects again, and does not have it any more."""
+    host = f"of {pool}"
+    make = (("add_vhost", host), ("set_permissions", "-p", host, "guest", ".*", ".*", ".*"))
+    for command in make:
+        rabbit.control(*command)
+    url = f"{rabbit.url.rstrip('/')}/{quote(host)}"
+    conf = {**conf_of(rabbit, server), "broker_url": url, "singlebeat_lost_after": 2, "singlebeat_lock_lease": 3}
+    stage = Stage(celery, oracle, conf)
+    worker = stage.start("worker", "-c", "1", "-P", pool).ready()
+    with stage.app() as app:
+        app.tasks[SINGLE].apply_async(["a"], countdown=20)
+    worker.wait_for(rf"{SINGLE}.*received")
+
+    rabbit.control("delete_vhost", host)
+    for command in make:
+        rabbit.control(*command)
+
+    beat = stage.start("beat", beat_schedule={"a": {"task": SINGLE, "schedule": schedule(1), "args": ["a"]}})
+    beat.wait_for("event=message_lost", timeout=90)
+    oracle.wait_started(1, "a", timeout=60)
 
 
 def test_a_delayed_run_waits_for_the_first_worker(rabbit, celery, server, redis, caplog):

@@ -66,23 +66,6 @@ def test_the_lock_of_a_killed_worker_ends_with_its_lease(celery, oracle, redis, 
     assert [run.id for run in oracle.wait_started(2)] == [first.id, again.id]
 
 
-@pytest.mark.parametrize("pool", ["prefork", "gevent"])  # kombu 5.7 ends a worker of threads then
-def test_a_message_that_a_lost_broker_has_taken_along_frees_its_lock(pool, celery, oracle, redis, own_server):
-    """A worker that held it for its countdown lives, reconnects, and does not have it any more."""
-    single = f"{APP}.single"
-    conf = {"broker_url": own_server.celery_url, "singlebeat_lost_after": 2, "singlebeat_lock_lease": LEASE}
-    worker = celery("worker", "-c", "1", "-P", pool, conf=conf).ready()
-    with make_app(own_server.celery_url, conf | {"singleton_backend_url": celery.server.url}) as app:
-        app.tasks[single].apply_async(["a"], countdown=15)
-    worker.wait_for("received")
-
-    own_server.restart()
-
-    due = {"task": single, "schedule": schedule(1), "args": ["a"]}
-    celery("beat", conf={**conf, "beat_schedule": {"a": due}}).wait_for("its message is lost|message_lost", timeout=60)
-    oracle.wait_started(1, "a", timeout=60)
-
-
 @pytest.mark.parametrize("follows", ["chain", "link"])
 def test_what_follows_a_run_comes_though_its_worker_dies_before_it_is_sent(follows, celery, app, oracle, redis):
     """The message comes again and runs again, as without a lock: else the rest of its chain would never run."""
