@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..locks import backend_of
-from ..locks.base import HEADER, Holder, Verdict, unusable
+from ..locks.base import HEADER, Holder, IfHeld, Verdict, unusable
 from ..locks.late_release import release_later
 from ..log import Log
 from ..overlap import Overlap
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .message import Message
     from .store.claims import ClaimedOccurrence, Confirmation, Store
 
-__all__ = ("Dispatcher", "Published", "Publisher", "not_published")
+__all__ = ("Dispatcher", "Published", "Publisher", "has_begun", "not_published")
 
 log = Log("celery.beat")
 
@@ -263,6 +263,24 @@ class Dispatcher:
         for lock in locks:
             release_later(self.app, lock)
 
+    def begun(self, claimed: Sequence[ClaimedOccurrence]) -> Set[str]:
+        """Return the ids of the occurrences whose runs have begun under their locks: an earlier try has sent them.
+
+        It may leave the others with their locks.
+        """
+        messages, _ = prepare(self.app, self.report_each(claimed), looked_after=True)
+        calls = [message.plan.unsent for message in messages if message.plan is not None]
+        alone = [replace(call, if_held=IfHeld.LEAVE, payload="") for call in calls if call is not None]
+        if not alone:
+            return frozenset()
+        self.progress()
+        try:
+            with self.failures.asking_locks():
+                holders = backend_of(self.app).acquire_many(alone, may_be_resent=True)
+        except (ConfigError, LockBackendError):
+            return frozenset()
+        return {call.ref.task_id for call, holder in zip(alone, holders, strict=True) if has_begun(call.ref, holder)}
+
     def free(self, claimed: Sequence[ClaimedOccurrence]) -> None:
         """Free the locks of occurrences that are not to be sent after all."""
         self.failures.backoff.forget(*(each.stored.entry.key for each in claimed))
@@ -271,6 +289,13 @@ class Dispatcher:
     def _free_locks(self, claimed: Sequence[ClaimedOccurrence]) -> None:
         messages, _ = prepare(self.app, self.report_each(claimed), looked_after=True)
         self.release(*(lock for message in messages for lock in message.locks))
+
+
+def has_begun(ref: Ref, holder: Holder | None) -> bool:
+    """Return whether an answer of the locks' server says that the run of a message has begun, or has ended."""
+    if holder is None:
+        return False
+    return holder.verdict is Verdict.DONE or (holder.verdict is Verdict.RUNNING and holder.task_id == ref.task_id)
 
 
 def not_published(message: Message, refused: Refused) -> Published:

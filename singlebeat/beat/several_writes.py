@@ -22,7 +22,7 @@ from ..log import Log
 from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, reports_each, size
 from ..server_errors import is_key_denied
 from .destination import queue_reached
-from .dispatch import Published, not_published
+from .dispatch import Published, has_begun, not_published
 from .entries.occurrence import DecisionType
 from .failures import BROKER, LOCKS, NoQueueError, causes, is_transient
 from .message import prepare
@@ -315,11 +315,13 @@ class SeveralWrites:
         """Make the message of an occurrence, if it is to be sent; without an outbox it is sent at once."""
         attempt = _Attempt(message)
         self.dispatcher.progress()
-        attempt.dropped = self.dispatcher.dropped(message)
+        holder = self._holders.get(message.occurrence.id)
+        if message.call is None or not has_begun(message.call.ref, holder):
+            attempt.dropped = self.dispatcher.dropped(message)
         if attempt.dropped is not None:
             return attempt
         try:
-            attempt.outcome = self.dispatcher.outcome(message, self._holders.get(message.occurrence.id))
+            attempt.outcome = self.dispatcher.outcome(message, holder)
             if isinstance(attempt.outcome, Refused):
                 return attempt
             if outbox is not None:

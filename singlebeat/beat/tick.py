@@ -112,10 +112,18 @@ class Tick:
         ]
 
     def _drop(self, retaken: Sequence[ClaimedOccurrence], term: Term, now: datetime) -> list[Confirmation]:
-        """Confirm retaken occurrences that are too late, paused or disabled, and free their locks."""
+        """Confirm retaken occurrences that are too late, paused or disabled, and free their locks.
+
+        One whose run has begun was sent, and is left.
+        """
         zone = app_zone(self.app)
         decided = [(claimed, dropped(claimed.stored, claimed.occurrence, now, zone=zone)) for claimed in retaken]
-        over = [(claimed, decision) for claimed, decision in decided if decision is not None]
+        begun = self.dispatcher.begun([claimed for claimed, decision in decided if decision is not None])
+        over = [
+            (claimed, decision)
+            for claimed, decision in decided
+            if decision is not None and claimed.occurrence.id not in begun
+        ]
         confirmations = [claimed.confirmation(decision) for claimed, decision in over]
         self.store.confirm(confirmations, term)
         self.dispatcher.free([claimed for claimed, _ in over])

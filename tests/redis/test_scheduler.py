@@ -1756,27 +1756,34 @@ def test_an_entry_is_not_finished_while_its_last_run_waits_for_the_broker(server
     assert bench.score() == PARKED
 
 
-@pytest.mark.parametrize("state", ["running", "another's"])
-def test_a_missed_occurrence_frees_no_lock_that_is_in_use(server, redis, own_server, bench_on, state):
+@pytest.mark.parametrize("too_late", ["missed", "paused"])
+@pytest.mark.parametrize("state", ["running", "ended", "another's"])
+def test_a_run_that_was_sent_is_not_missed_and_its_lock_stays(server, redis, own_server, bench_on, state, too_late):
+    """A beat was killed before it has recorded that the broker has the message, and the next one comes too late."""
     bench = bench_on(server, broker_url=own_server.celery_url)
     entry = bench.put(task=SINGLE, ago=HOUR + timedelta(seconds=1))
     scheduler = bench.scheduler()
     own_server.kill()
     scheduler.tick()
     lock = bench.app.tasks[SINGLE].generate_lock(SINGLE, ["e"])
-    if state == "running":  # its message was sent, and no beat knows it
+    if state in {"running", "ended"}:
         run = Ref(lock, bench.pending().id, nonce="n")
         backend_of(bench.app).begin(run, lease=60, remember_for=60, task=SINGLE, arguments="")
+        if state == "ended":
+            backend_of(bench.app).finish_many([run], remember_for=60, ran=True)
     else:
         backend_of(bench.app).acquire_many([Call(Ref(lock, "another"), SINGLE, "", 3600)])
     before, backoff = redis.hgetall(lock), scheduler.dispatcher.failures.backoff
     assert backoff.failures_of(entry.key)
-    redis.hset(entry.key, "policy", '{"misfire_grace_time": 0.001}')
+    redis.hset(entry.key, "policy", '{"misfire_grace_time": 0.001}' if too_late == "missed" else '{"paused": true}')
 
+    own_server.restart()
     bench.retry_now()
     scheduler.tick()
 
-    assert bench.decisions == ["missed"]
+    assert bench.decisions == [too_late if state == "another's" else "dispatched"]
+    assert bench.meta().total_run_count == 7 + (state != "another's")
+    assert own_server.client().llen(QUEUE) == 0
     assert redis.hgetall(lock) == before
     assert not backoff.failures_of(entry.key), "its next time would come last"
 
