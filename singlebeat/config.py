@@ -228,9 +228,10 @@ class Config:
         None,
         _backend_error,
         "What a Singleton does while the locks' server is unreachable. ``raise``: a call raises, and a worker puts a "
-        "start off by 5 s. ``run``: both go on without a lock. ``None``: a call raises, and a start runs; but a start "
-        "is put off if it waits for another run, or if calls with other arguments may have joined it. Plain tasks run "
-        "unless they wait for their turn. Occurrences that beat has to send stay pending.",
+        "start off by 5 s. ``run``: both go on without a lock. ``None``: a call raises, unless another one waits "
+        "for it (in a chain, chord or group, with ``link``): it is sent, and takes its lock at its start. And a start "
+        "runs, but is put off if it waits for another run, or if calls with other arguments may have joined it. Plain "
+        "tasks run unless they wait for their turn. Occurrences that beat has to send stay pending.",
     )
     singleton_json_encoder_class: type | str | None = _setting(
         None, _class, "The JSON encoder for the arguments in unique keys, or its dotted path.", fallback="kombu's"

@@ -112,6 +112,11 @@ EVENTS: Mapping[str, Event] = {
         "it every minute, unless it is edited meanwhile, and logs each new reason. WARNING if a tool has added the "
         "entry to ``beat_schedule``, so that it stays as it is stored.",
     ),
+    "not_imported": Event(
+        (WARNING,),
+        "A module of tasks cannot be imported where the page runs: ``reason``. Their queues are unknown there, and the "
+        "names of positional arguments, by which these are masked.",
+    ),
     "added": Event((WARNING,), "An entry of ``beat_schedule`` that could not be stored is stored now."),
     "entry_removed": Event(
         (INFO, WARNING),

@@ -20,6 +20,7 @@ from kombu.exceptions import OperationalError
 
 from ..beat.store.probe import lock_server_says, may_be_done, schedule_server_says
 from ..connections import RedisError, schedule_place
+from ..diagnosis.code import load_code
 from ..errors import ConfigError, LockBackendError, SinglebeatError
 from ..lua import answered_scripts, noting_answers
 from . import Reporting
@@ -75,8 +76,14 @@ class Seconds(click.FloatRange):
 COLOURS = {"problem": "red", "warning": "yellow", "fine": "green"}
 
 
-def command(name: str, *params: Decorator) -> Callable[[Callable[..., object]], click.Command]:
-    """Return a decorator that makes a command of a function with the parameters app, ``as_json`` and the given ones."""
+def command(
+    name: str, *params: Decorator, needs_tasks: bool = True
+) -> Callable[[Callable[..., object]], click.Command]:
+    """Return a decorator that makes a command of a function with the parameters app, ``as_json`` and the given ones.
+
+    Args:
+        needs_tasks: the modules of the app's tasks are imported before, which may take seconds.
+    """
 
     def make(function: Callable[..., object]) -> click.Command:
         @functools.wraps(function)
@@ -86,8 +93,8 @@ def command(name: str, *params: Decorator) -> Callable[[Callable[..., object]], 
             if os.environ.get("NO_COLOR") or getattr(ctx.obj, "no_color", False):
                 ctx.color = False  # for all output of click, which prints colours on terminals only
             try:
-                with suppress(Exception):  # of a user's module
-                    ctx.obj.app.finalize()  # receivers of ``on_after_finalize`` may add entries to ``beat_schedule``
+                if needs_tasks and (why := load_code(ctx.obj.app)):
+                    click.echo(printable(f"Warning: a module of tasks cannot be imported here: {why}"), err=True)
                 function(ctx.obj.app, **kwargs)
             except RedisError as exc:
                 app = ctx.obj.app

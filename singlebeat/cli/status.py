@@ -127,6 +127,7 @@ def _pauses(app: Celery, state: ScheduleStatus) -> Iterator[str]:
     click.option(
         "--max-lag", type=Seconds(min=0), default=MAX_LAG, show_default=True, help="How late a run may be, in seconds."
     ),
+    needs_tasks=False,
 )
 def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
     """Check whether a beat leads and keeps up, for probes.

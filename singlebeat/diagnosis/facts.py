@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..beat.delivery import queue_of
 from ..beat.entries.fields import read_fields
 from ..beat.entries.occurrence import Occurrence
-from ..beat.entries.statics import OPERATORS, Statics, owner_of, signature_of
+from ..beat.entries.statics import OPERATORS, Statics, owner_of
 from ..beat.explain import Facts, HeldLock, record_at
 from ..beat.keys import Keys
 from ..beat.late_places import late_places
@@ -41,6 +41,7 @@ from ..locks.modes import LockMode, is_singleton
 from ..overlap import Overlap
 from ..run_results import RESULT_NOT_STORED
 from ..server_errors import is_denied
+from .code import statics_here
 from .leader import refusal
 from .locks import held_by, locks_of, waiting
 from .workers import (
@@ -71,7 +72,6 @@ __all__ = (
     "facts_of",
     "paused_by",
     "pauses_recorded",
-    "statics_here",
     "why_gone",
     "why_outdated",
     "with_pauses",
@@ -154,16 +154,6 @@ def why_outdated(entries: Schedule, name: str, why: str, *, is_unusable: bool) -
     return "fine", f"{text}: the next term stores it as beat_schedule gives it"
 
 
-def statics_here(app: Celery) -> str:
-    """Return the number and the digest of the entries in the code of this process; empty if it has none."""
-    try:
-        app.loader.import_default_modules()  # as beat does: a module of tasks may add entries
-        app.finalize()
-    except Exception:  # of a user's module
-        return ""
-    return signature_of(app)["statics"] if app.conf.beat_schedule else ""
-
-
 def _statics_of_beats(app: Celery, state: ScheduleStatus) -> Set[str]:
     """Return the numbers and digests of the entries in the code of the beats of an app."""
     return {beat.get("statics", "") for beat, _ in state.beats if beat.get("app") == owner_of(app)}
@@ -197,8 +187,11 @@ def _why_missing(app: Celery, entries: Schedule, name: str, state: ScheduleStatu
         return f", and {state.problem()}: {refused}"
     if told := "".join(f". {found[0].upper()}{found[1:]}" for found in (state.sent_elsewhere, state.lost) if found):
         return told
-    if name not in Statics(app, schedule_client(app)).given:
+    statics = Statics(app, schedule_client(app))
+    if name not in statics.given:
         return ""
+    if why := statics.why_unstorable(name):
+        return f". It is in beat_schedule, and cannot be stored: {why}"
     if not state.problem() and _has_other_code(app, state):
         work = "the beats that share the work run" if state.is_shared else "the beat that leads runs"
         return (

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from kombu import Connection
+from kombu import Connection, Queue
 from kombu.utils.encoding import safe_repr
 
 from ..broker import broker_errors, broker_name, own_broker
@@ -295,7 +295,7 @@ def _call(
         wait, state = expiry, "timed"
     entry = entry_of(options.get("headers") or {})
     shown = readable(args or (), kwargs or {}, options, app=task.app, task=task.name)
-    sent = note_of_call(task.app, ref, options)
+    sent = note_of_call(task, ref, options)
     return Call(ref, task.name, shown, wait, expiry, entry=entry, note=sent, state=state)
 
 
@@ -373,10 +373,27 @@ def note(ref: Ref, *, broker: str, delay: float, queue: str | None = None) -> st
     return json.dumps({"gen": str(ref.generation), "delay": delay, "broker": broker, **where})
 
 
-def note_of_call(app: Celery, ref: Ref, options: Options) -> str:
+def note_of_call(task: LockableTask, ref: Ref, options: Options) -> str:
     """Return the note of a call that is about to be sent with these options."""
     delay = delay_of(options, datetime.now(UTC))
-    return note(ref, broker=_broker_of(app, options), delay=delay, queue="" if options.get("exchange") else None)
+    queue = "" if options.get("exchange") else _queue_named(task, options)
+    return note(ref, broker=_broker_of(task.app, options), delay=delay, queue=queue)
+
+
+def _queue_named(task: LockableTask, options: Options) -> str | None:
+    """Return the queue that a call or its task names; None if neither does, or if it may lead to another one.
+
+    Else a process that looks for the message may not know the queue; it knows the queues of the app's routes.
+    """
+    named = options["queue"] if "queue" in options else getattr(task, "queue", None)
+    name = str(getattr(named, "name", named) or "")
+    queue = named if isinstance(named, Queue) else task.app.amqp.queues.get(name)
+    is_plain = not options.get("routing_key") and (queue is None or queue.exchange is None or _is_direct(queue))
+    return name if name and is_plain else None
+
+
+def _is_direct(queue: Queue) -> bool:
+    return str(queue.exchange.type) == "direct" and not queue.bindings
 
 
 @lru_cache(maxsize=64)

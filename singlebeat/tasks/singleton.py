@@ -37,7 +37,7 @@ from ..locks.base import (
 )
 from ..locks.key import canonical, digest, is_encodable, lock_key
 from ..locks.late_release import release_later
-from ..locks.modes import LockMode, Overlap, check, overlap_for, pick, signature_of
+from ..locks.modes import LockMode, Overlap, check, has_continuations, overlap_for, pick, signature_of
 from ..locks.send import send_call, send_many
 from ..log import Log
 from .eager import run_eagerly
@@ -225,7 +225,8 @@ class Singleton(Task):  # type: ignore[misc]
         Raises:
             DuplicateTaskError: an equal call holds the lock, and the policy is ``raise``.
             ConfigError: the policy contradicts the task's lock.
-            LockBackendError: the locks' server does not answer, unless ``singleton_on_backend_error`` is ``run``.
+            LockBackendError: the locks' server does not answer, and ``singleton_on_backend_error`` is ``raise``, or it
+                is None and no other call waits for this one.
         """
         given = {**options, "producer": producer, "link": link, "link_error": link_error, "shadow": shadow}
         asked_for, has_new_id, task_id = given.pop("overlap", None), not task_id, str(task_id or uuid())
@@ -245,10 +246,20 @@ class Singleton(Task):  # type: ignore[misc]
         try:
             sent = send_call(self, plan, publish, producer, options)
         except LockBackendError as exc:
-            if self.singleton_config.singleton_on_backend_error != "run":
+            policy = self.singleton_config.singleton_on_backend_error
+            if policy == "raise" or (policy is None and not self._is_awaited(given, has_new_id=has_new_id)):
                 raise
-            return self._send_without_lock(unlocked_ticket(self, task_id, key, overlap), publish, exc)
+            ticket = plan.otherwise or unlocked_ticket(self, task_id, key, overlap)
+            return self._send_without_lock(ticket, publish, exc)
         return self._duplicate(sent.holder, args, kwargs, overlap, given) if isinstance(sent, Refused) else sent
+
+    def _is_awaited(self, options: Options, *, has_new_id: bool) -> bool:
+        """Return whether a chain, a chord or the like waits for a call; often Celery makes it, and would hear no error.
+
+        Celery gives a callback the id of its parent, and the body of a chord the id that was promised.
+        """
+        is_promised = not has_new_id and self.app.current_worker_task is not None
+        return is_promised or has_continuations(options) or options.get("parent_id") is not None
 
     def _publisher(
         self, args: Arguments | None, kwargs: NamedArguments | None, task_id: str, given: dict[str, Any]
@@ -468,7 +479,7 @@ class Singleton(Task):  # type: ignore[misc]
             LockBackendError: the locks' server does not answer, or the lock's key holds other data.
         """
         ref, wait, expiry = Ref(lock, task_id), self.time_to_start(options), self.effective_lock_expiry
-        call = Call(ref, self.name, "", wait, expiry, note=note_of_call(self.app, ref, options))
+        call = Call(ref, self.name, "", wait, expiry, note=note_of_call(self, ref, options))
         holder = self.singleton_backend.acquire_many([call])[0]
         if holder.verdict is Verdict.UNUSABLE:
             raise UnusableLockError(unusable(lock, holder.reason))

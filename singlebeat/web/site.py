@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..beat.calendar.words import in_words
 from ..connections import RedisError
+from ..diagnosis.code import load_code
 from ..errors import SinglebeatError, UnknownEntryError
 from ..log import Log
 from ..lua import noting_answers
@@ -63,8 +63,8 @@ class Site:
 
     def __init__(self, app: Celery, gate: Gate, *, hide_arguments: bool = False, token_field: str = COOKIE) -> None:
         self.app, self.gate = app, gate
-        with suppress(Exception):  # of a user's module
-            app.finalize()  # receivers of ``on_after_finalize`` may add entries to ``beat_schedule``
+        if why := load_code(app):
+            log.warning("the page does not know all tasks", event="not_imported", reason=why)
         self.board = Board(app, hide_arguments=hide_arguments, read_only=gate.read_only)
         self.api = Api(self.board, gate)
         self.token_field = token_field

@@ -12,6 +12,7 @@ import time
 from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from kombu.transport.redis import Channel
 from redis import Redis
 
 from singlebeat import Singleton, outbox
+from singlebeat.beat.lost_messages import Waiting, examine
 from singlebeat.errors import DuplicateTaskError, LockBackendError
 from singlebeat.locks import backend_of
 from singlebeat.locks.acquire import unlocked_ticket
@@ -988,6 +990,25 @@ def test_no_call_joins_one_that_another_waits_for(app, redis, overlap, is_follow
     assert redis.hget(turn_key(key), "id") == (first.id if is_followed else None), "it goes first"
     assert {message["headers"]["id"] for message in messages(redis)} == {run.id, first.id, second.id}
     assert redis.hget(behind_key(key), "payload") in (["", None] if is_followed else ["[[2], {}]", "[[2],{}]"])
+
+
+@pytest.mark.parametrize("asked", ["", "call's", Queue("call's", Exchange("e"))], ids=["", "by name", "as a Queue"])
+@pytest.mark.parametrize("own", ["", "task's"])
+def test_a_message_is_found_in_a_queue_that_only_its_call_or_its_task_names(server, redis, own, asked):
+    """A beat that knows tasks by name, or a command, may know neither; and no worker may read that queue just now."""
+    with apps(server.celery_url) as app, make_app(server.celery_url, {"singlebeat_lost_after": 0.1}) as stranger:
+        task = define(app)
+        task.queue = own or None
+        call = task.apply_async([1], **({"queue": asked} if asked else {}))
+        key = task.generate_lock(task.name, [1])
+        lock = Waiting.of(key, next(record for _, record in backend_of(app).read([key])))
+        (found,) = examine(stranger, [replace(lock, age=60, since=lock.since - 60)])
+
+    queue = "call's" if asked else own
+    assert lock.ref.task_id == call.id
+    assert lock.queue == queue
+    assert not found.outcome
+    assert found.queue == (queue or "celery")
 
 
 def test_calls_whose_write_was_not_answered_get_no_lock_a_second_time(server, redis):

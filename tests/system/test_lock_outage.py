@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 
 import pytest
+from celery import chord
 
 from singlebeat.errors import LockBackendError
 from singlebeat.locks import late_release
@@ -154,6 +155,35 @@ def test_calls_that_wait_for_a_run_wait_on_through_an_outage(policy, stage, outa
     for case in tasks:
         stage.oracle.wait_ended(3 if "buffer_all" in case else 2, case, timeout=PATIENCE)
         assert stage.oracle.max_concurrent(case) == 1
+
+
+@pytest.mark.parametrize("policy", [None, "run"])
+@pytest.mark.parametrize("follows", ["chain", "link", "body of a chord"])
+def test_what_follows_a_run_that_ends_in_an_outage_comes(follows, policy, stage, outage, name):
+    """Celery sends it, and no caller would hear that its lock could not be acquired."""
+    task = stage.task("until_executed", **stage.conf)
+    first, then = task.si(f"{name}, first"), task.si(f"{name}, then", 1, 0).set(queue=name)
+    if follows == "link":
+        first.apply_async(queue=name, link=then)
+    elif follows == "chain":
+        (first.set(queue=name) | then | task.si(f"{name}, last", 1, 0).set(queue=name)).apply_async()
+    else:
+        other = task.si(f"{name}, other", 1, 0)
+        chord([other.set(queue=name), first.set(queue=name)], then).apply_async()
+    stage.consume(name)
+    stage.oracle.wait_started(1, f"{name}, first")
+    if follows == "body of a chord":
+        stage.oracle.wait_ended(1, f"{name}, other")
+    outage.begin()
+    stage.oracle.let_go(f"{name}, first")
+
+    stage.worker.wait_for("is sent without its lock")
+    outage.end()
+
+    for each in ("then", "last") if follows == "chain" else ("then",):
+        stage.oracle.wait_ended(1, f"{name}, {each}", timeout=PATIENCE)
+    stage.quiet(name)
+    assert stage.oracle.started(f"{name}, then") == 1
 
 
 @pytest.mark.parametrize(("policy", "outage"), [(None, "mute"), ("run", "gone")], indirect=["outage"])

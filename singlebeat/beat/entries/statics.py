@@ -137,11 +137,19 @@ class Statics:
             return {}
         return {name: apps for name, apps in self._owners(names).items() if self.owner not in apps}
 
-    def removed(self) -> Set[str]:
-        """Return the names of entries in the ``beat_schedule`` of this app that another program has removed."""
-        names = sorted(_given(self.app).keys() & self.client.smembers(self.keys.statics))
+    def unstored(self) -> Set[str]:
+        """Return the names of entries in the ``beat_schedule`` of this app that are not stored, nor of another app."""
+        names = sorted(_given(self.app))
         owners = self._owners(names)
-        return {*self.missing([name for name in names if self.owner in owners.get(name, ())])}
+        return {*self.missing([name for name in names if self.owner in owners.get(name, (self.owner,))])}
+
+    def why_unstorable(self, name: str) -> str:
+        """Return why an entry of ``beat_schedule`` cannot be stored; empty if it can."""
+        try:
+            _made(self.app, name, _given(self.app)[name]).encode()
+        except Exception as exc:  # a schedule may raise any exception
+            return str(exc) or type(exc).__name__
+        return ""
 
     def outdated(self, among: Collection[str] | None = None) -> Iterator[tuple[str, str]]:
         """Yield the name of each entry of this app that is stored otherwise than ``beat_schedule`` gives it, and why.

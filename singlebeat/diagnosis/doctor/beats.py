@@ -17,7 +17,8 @@ from ...beat.status import APART, MAX_LAG, NAMESAKE, NO_BEAT, REDBEAT_LEADS, SEE
 from ...beat.store.probe import STANDBY, refuses_writes, schedule_refusal
 from ...config import Config
 from ...connections import schedule_client
-from ..facts import AGAIN, statics_here, why_gone, why_outdated
+from ..code import load_code, statics_here
+from ..facts import AGAIN, why_gone, why_outdated
 from ..leader import who
 from ..workers import refused_queues
 from .finding import MOST_NAMED, Finding, Read
@@ -161,6 +162,9 @@ def _apps(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("warning", about, text)
     ours = [beat for beat, _ in state.beats if beat.get("app") == statics.owner]
     theirs = sorted({beat.get("statics", "") for beat in ours} - {""})
+    if why := load_code(app):
+        text = "its tasks are not known here, nor their queues and parameters, and beat_schedule is not checked"
+        yield Finding("warning", "modules of tasks", f"one cannot be imported where doctor runs, so {text}: {why}")
     here = statics_here(app) if theirs else ""
     differ = ""
     if len(theirs) > 1:
@@ -182,10 +186,15 @@ def _apps(app: Celery, schedule: Read) -> Iterator[Finding]:
 
 
 def _removed(app: Celery, statics: Statics, state: ScheduleStatus) -> Iterator[Finding]:
-    """Check for entries of ``beat_schedule`` that another program has removed; each term installs them only once."""
-    entries, names = Schedule(app), sorted(statics.removed() - state.quarantine.keys())
+    """Check for entries of ``beat_schedule`` that are not stored: another program has removed them, or they are wrong.
+
+    Each term installs them only once.
+    """
+    entries, names = Schedule(app), sorted(statics.unstored() - state.quarantine.keys())
     for name in names[:MOST_NAMED]:
-        if why := why_gone(entries, name).rstrip("."):
+        if why := statics.why_unstorable(name):
+            why = f", for it cannot be stored: {why}"
+        elif why := why_gone(entries, name).rstrip("."):
             why += ". Or let the next term install it: celery singlebeat resign"
         else:
             why = (

@@ -1,0 +1,35 @@
+"""The code of an app in a process that is neither a beat nor a worker, such as a command or the page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..beat.entries.statics import signature_of
+from ..log import without_passwords
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ("load_code", "statics_here")
+
+
+def load_code(app: Celery) -> str:
+    """Import the modules of an app's tasks, as beat and workers do, and return why that failed; empty if it did not.
+
+    They define tasks, whose parameters name the arguments to mask and whose options name queues; types of arguments;
+    and receivers that add entries to ``beat_schedule``.
+    """
+    why = ""
+    for load in (app.loader.import_default_modules, app.finalize):
+        try:
+            load()
+        except Exception as exc:  # of a user's module
+            why = why or without_passwords(f"{type(exc).__name__}: {exc}")
+    return why
+
+
+def statics_here(app: Celery) -> str:
+    """Return the number and the digest of the entries in the code of this process; empty if it has none."""
+    if load_code(app):
+        return ""
+    return signature_of(app)["statics"] if app.conf.beat_schedule else ""
