@@ -62,7 +62,8 @@ class WorkerLockStep(bootsteps.StartStopStep):  # type: ignore[misc]
             task.Request = _with_locks(symbol_by_name(task.Request))
         report_exceptions(parent.pool)
         leave_unwritten(parent.pool)
-        _forget_on_close(parent.consumer, renewer)
+        if (consumer := getattr(parent, "consumer", None)) is not None:
+            _forget_on_close(consumer, renewer)
         self.renewer, renewer.timer = renewer, parent.timer
         renewer.serve(parent.hostname, name=worker_name(parent.app, parent.hostname))
         # Not at the top, because every app with a Singleton imports this module; not later, while the pool forks.

@@ -900,14 +900,29 @@ def test_a_schedule_on_one_of_several_brokers_is_named(server, own_server, redis
     assert all("no worker reads that. Set redbeat_redis_url and singleton_backend_url" in text for text in found)
 
 
-def test_an_entry_of_beat_schedule_that_was_never_stored_is_named(bench, findings):
-    bench.conf["beat_schedule"] = {"wrong": {"task": "t"}}
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"schedule": None}, "it needs a task and a schedule"),
+        ({"overlp": "skip"}, "there is no field overlp; did you mean overlap?"),
+        ({"timezone": "Europe/Berln"}, "Europe/Berln"),
+        ({"max_runs": 0}, "max_runs"),
+        ({"schedule": "60"}, "schedule must be a schedule or a number of seconds, not '60'"),
+    ],
+    ids=str,
+)
+def test_an_entry_of_beat_schedule_that_was_never_stored_is_named(bench, cli, findings, wrong, why):
+    bench.conf["beat_schedule"] = {"wrong": {"task": f"{APP}.plain", "schedule": 60, **wrong}}
     scheduler = bench.scheduler()
     scheduler.tick()
 
     (text,) = [text for level, text in findings("entry wrong", app=scheduler.app) if level == "problem"]
 
-    assert "does not run: the log of beat says why it could not be stored (event=not_added; event=trouble if" in text
+    measured(text)
+    assert text.startswith("it is in beat_schedule, and is not stored, so it does not run, for it cannot be stored: ")
+    assert why in text
+    explained = cli("explain", "wrong", app=scheduler.app, code=1).output
+    assert why in explained
 
 
 class Unwell(schedule):

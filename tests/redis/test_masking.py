@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from uuid import uuid4
 
 import pytest
 from celery.schedules import schedule
+from starlette.testclient import TestClient
 
-from singlebeat import Entry, Schedule, Singleton
+from singlebeat import Entry, Schedule, Singleton, web
 
 SECRET = "hunter2"
 KWARGS = {"user": "ann", "api_token": SECRET, "more": [{"Password": SECRET}], "to": f"https://ann:{SECRET}@shop.test/"}
@@ -38,6 +40,60 @@ def test_no_command_shows_a_secret_argument(cli, entry, no_worker_is_awaited, co
 
     assert SECRET not in output
     assert "ann" in output or command[0] == "explain"
+
+
+@pytest.fixture
+def module(app, tmp_path, monkeypatch):
+    """Write a module of tasks that the app includes, as most do."""
+
+    def write(text: str) -> None:
+        name = f"tasks_{uuid4().hex}"
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        app.conf.include = [name]
+
+    return write
+
+
+LOGIN = """
+from celery import shared_task
+
+@shared_task(name="shop.shared_login")
+def login(user, password): ...
+"""
+
+
+@pytest.mark.parametrize("place", ["show", "list", "the page"])
+def test_a_secret_of_a_task_in_an_included_module_is_masked(cli, app, redis, module, place):
+    """Its place among positional arguments has a name only where the module is imported."""
+    Entry("e", "shop.shared_login", schedule(60), args=["ann", SECRET], app=app).save()
+    module(LOGIN)
+
+    if place == "the page":
+        with TestClient(web.app(app), client=("127.0.0.1", 50_000), base_url="http://localhost") as visitor:
+            output = visitor.get("/entry", params={"name": "e"}).text + visitor.get("/api/entries").text
+    else:
+        output = cli(*{"show": ("show", "e"), "list": ("list", "--json")}[place]).output
+
+    assert "ann" in output
+    assert SECRET not in output
+
+
+def test_a_module_of_tasks_that_cannot_be_imported_is_named(cli, app, redis, module, findings, logged):
+    module("import no_such_library")
+
+    shown = cli("list", "--json")
+    web.app(app)
+
+    assert json.loads(shown.stdout)["entries"] == []
+    assert "Warning: a module of tasks cannot be imported here: ModuleNotFoundError: No module named" in shown.stderr
+    assert [told["reason"] for told in logged("not_imported")] == [
+        "ModuleNotFoundError: No module named 'no_such_library'"
+    ]
+    ((level, text),) = findings("modules of tasks")
+    assert level == "warning"
+    assert "no_such_library" in text
+    assert "Warning" not in cli("health", code=1).stderr, "a probe is to be quick: it imports none"
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Unpack
 from uuid import uuid4
 
@@ -34,7 +36,7 @@ from .schedule_json import decode_schedule
 from .timetable import PARKED, Timetable, is_listed_as_disabled, listed_policy, zone_of
 
 if TYPE_CHECKING:
-    from datetime import timedelta
+    from collections.abc import Mapping
 
     from celery import Celery
 
@@ -93,6 +95,23 @@ class EntryOptions(PolicyOptions, total=False):
     total_run_count: int
 
 
+def _check_fields(fields: Mapping[str, Any]) -> None:
+    """Refuse fields that no entry has, and a schedule that is none.
+
+    Raises:
+        EntryError: the message names the field.
+    """
+    known = {*EntryOptions.__annotations__, "relative"}
+    name, when = fields.get("name"), fields.get("schedule")
+    for unknown in sorted(fields.keys() - known):
+        near = get_close_matches(unknown, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise EntryError(f"entry {name!r}: there is no field {unknown}{hint}")
+    is_number = isinstance(when, int | float) and not isinstance(when, bool) and math.isfinite(when)
+    if when is not None and not is_number and not isinstance(when, timedelta) and not hasattr(when, "is_due"):
+        raise EntryError(f"entry {name!r}: schedule must be a schedule or a number of seconds, not {when!r}")
+
+
 class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     """A schedule entry in Redis, with RedBeat's interface; also takes the fields of ``EntryPolicy`` by name.
 
@@ -139,6 +158,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         made_at = datetime.now(UTC)
         kwargs["last_run_at"] = kwargs.get("last_run_at") or made_at
         self._made_at = made_at
+        _check_fields(kwargs)
         super().__init__(*positional, app=app, **kwargs)
         if policy is None and not wishes:
             self.policy = listed_policy(self.schedule) or self.policy

@@ -138,10 +138,14 @@ class Statics:
         return {name: apps for name, apps in self._owners(names).items() if self.owner not in apps}
 
     def unstored(self) -> Set[str]:
-        """Return the names of entries in the ``beat_schedule`` of this app that are not stored, nor of another app."""
+        """Return the names of entries in the ``beat_schedule`` of this app that should be stored, and are not.
+
+        Another program has removed them, or they cannot be stored. One that was deleted on purpose is none of them.
+        """
         names = sorted(_given(self.app))
         owners = self._owners(names)
-        return {*self.missing([name for name in names if self.owner in owners.get(name, (self.owner,))])}
+        missing = self.missing([name for name in names if self.owner in owners.get(name, (self.owner,))])
+        return {name for name in missing if name in owners or self.why_unstorable(name)}
 
     def why_unstorable(self, name: str) -> str:
         """Return why an entry of ``beat_schedule`` cannot be stored; empty if it can."""
