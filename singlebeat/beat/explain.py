@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
+from ..locks import seconds_until
 from ..locks.redis import RETIRED
 from ..log import without_passwords
 from ..overlap import Overlap
@@ -516,12 +517,27 @@ def _about(facts: Facts, outcome: str) -> Iterator[str]:
         yield "That worker does not know the task and has dropped the message."
     if outcome != "expired":
         return
+    if over := _expires_at_once(facts):
+        yield f"{over}."
+        return
     wrong = [*(text for text, _ in facts.state.wrong_clocks(standbys=True)), *facts.wrong_clocks]
     yield "A message expires by two clocks: of the host of the beat, and of the worker's host. " + (
         f"{_sentence('; '.join(wrong))}: set up NTP there."
         if wrong
         else "As far as is known, both are right: the message has waited in its queue for too long."
     )
+
+
+def _expires_at_once(facts: Facts) -> str:
+    """Return that no message of an entry can start, because each expires at a moment that has passed; empty if not."""
+    expires = expiry_of(facts.entry) if facts.entry is not None else None
+    with suppress(ValueError, TypeError):
+        if isinstance(expires, str | datetime) and (seconds_until(expires, facts.now) or 0) < 0:
+            return (
+                f"Its messages expire at {expires}, which has passed: none can start any more. Give it a number of "
+                "seconds, as the policy expires, or a later date"
+            )
+    return ""
 
 
 def _waits(facts: Facts, record: Record) -> Iterator[str]:
@@ -741,6 +757,8 @@ def _next_run(facts: Facts, entry: Entry) -> Iterator[str]:
         yield f"Its next run, for {_moment(upcoming)}, waits until that one is sent."
     elif due <= facts.now:
         yield f"It is due now, for {_moment(upcoming)}."
+    elif over := _expires_at_once(facts):
+        yield f"It is sent next for {_moment(upcoming)}. {over}."
     else:
         jitter = f", at {_moment(due)} because of its jitter" if due != upcoming else ""
         yield f"It runs next for {_moment(upcoming)}{jitter}, in {span(round((due - facts.now).total_seconds()))}."

@@ -78,6 +78,18 @@ def test_an_expired_message_is_explained_by_the_clocks():
     assert "both are right: the message has waited in its queue for too long" in said(record(NOON, end=end))
 
 
+def test_a_date_of_expiry_that_has_passed_is_named():
+    end = End("expired", "", "", None, "w1", NOON)
+    past, coming = (
+        Entry("e", "t", schedule(3600), app=app, last_run_at=NOON, options={"expires": f"20{year}-01-01T00:00:00Z"})
+        for year in (20, 99)
+    )
+
+    over = "Its messages expire at 2020-01-01T00:00:00Z, which has passed: none can start any more."
+    assert said(record(NOON, end=end), entry=past).count(over[:-1]) == 2
+    assert "has passed" not in said(record(NOON, end=end), entry=coming)
+
+
 def test_the_end_of_the_run_that_was_in_the_way_is_told():
     end = End("worker_lost", "signal 9", "", 1.0, "w1", NOON)
     skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
