@@ -383,8 +383,11 @@ def note_of_call(task: LockableTask, ref: Ref, options: Options) -> str:
 def _queue_named(task: LockableTask, options: Options) -> str | None:
     """Return the queue that a call or its task names; None if neither does, or if it may lead to another one.
 
-    Else a process that looks for the message may not know the queue; it knows the queues of the app's routes.
+    Else a process that looks for the message may not know the queue; it knows the queues of the app's routes. Beat
+    notes the queue when the message is sent.
     """
+    if RUN_HEADER in (options.get("headers") or {}):
+        return None
     named = options["queue"] if "queue" in options else getattr(task, "queue", None)
     name = str(getattr(named, "name", named) or "")
     queue = named if isinstance(named, Queue) else task.app.amqp.queues.get(name)

@@ -1511,13 +1511,19 @@ def test_a_run_whose_grace_ends_while_its_tick_waits_is_missed(bench, redis, req
 def test_a_lock_lasts_a_minute_until_its_message_is_sent(bench, redis, task, overlap):
     """A beat that is killed between the two cannot free it."""
     backend_of(bench.app).announce("w@h", ttl=60)
-    bench.put(task=task, overlap=overlap)
-    before = []
+    bench.put(task=task, overlap=overlap, options={"queue": QUEUE})
+    before, notes = [], []
 
-    with connected(before_task_publish, lambda **_: before.extend(map(redis.ttl, redis.keys("SINGLETONLOCK_*")))):
+    def look(**_: object) -> None:
+        for key in redis.keys("SINGLETONLOCK_*"):
+            before.append(redis.ttl(key))
+            notes.append(json.loads(redis.hget(key, "sent")))
+
+    with connected(before_task_publish, look):
         bench.scheduler().tick()
 
     assert [0 < ttl <= 60 for ttl in before] == [True]
+    assert ["queue" in note for note in notes] == [False], "it may not be sent"
     assert [ttl > 3500 for ttl in map(redis.ttl, redis.keys("SINGLETONLOCK_*"))] == [True]
 
 
