@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 from ..beat.entries.statics import signature_of
@@ -20,11 +22,13 @@ def load_code(app: Celery) -> str:
     and receivers that add entries to ``beat_schedule``.
     """
     why = ""
-    for load in (app.loader.import_default_modules, app.finalize):
-        try:
-            load()
-        except Exception as exc:  # of a user's module
-            why = why or without_passwords(f"{type(exc).__name__}: {exc}")
+    # What a module prints is not the output of a command, which another program may read.
+    with redirect_stdout(sys.stderr):
+        for load in (app.loader.import_default_modules, app.finalize):
+            try:
+                load()
+            except (Exception, SystemExit) as exc:  # of a user's module
+                why = why or without_passwords(f"{type(exc).__name__}: {exc}")
     return why
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
@@ -50,15 +52,16 @@ def module(app, tmp_path, monkeypatch):
         name = f"tasks_{uuid4().hex}"
         (tmp_path / f"{name}.py").write_text(text)
         monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setitem(sys.modules, "shop_of_this_test", SimpleNamespace(app=app))
         app.conf.include = [name]
 
     return write
 
 
 LOGIN = """
-from celery import shared_task
+from shop_of_this_test import app
 
-@shared_task(name="shop.shared_login")
+@app.task(name="shop.included_login", shared=False)
 def login(user, password): ...
 """
 
@@ -66,7 +69,7 @@ def login(user, password): ...
 @pytest.mark.parametrize("place", ["show", "list", "the page"])
 def test_a_secret_of_a_task_in_an_included_module_is_masked(cli, app, redis, module, place):
     """Its place among positional arguments has a name only where the module is imported."""
-    Entry("e", "shop.shared_login", schedule(60), args=["ann", SECRET], app=app).save()
+    Entry("e", "shop.included_login", schedule(60), args=["ann", SECRET], app=app).save()
     module(LOGIN)
 
     if place == "the page":
@@ -77,6 +80,13 @@ def test_a_secret_of_a_task_in_an_included_module_is_masked(cli, app, redis, mod
 
     assert "ann" in output
     assert SECRET not in output
+
+
+@pytest.mark.parametrize("does", ["print('flags: loaded')", "import sys; sys.exit(0)"])
+def test_a_module_of_tasks_that_prints_or_exits_spoils_no_command(cli, app, redis, module, does):
+    module(does)
+
+    assert json.loads(cli("list", "--json").stdout)["entries"] == []
 
 
 def test_a_module_of_tasks_that_cannot_be_imported_is_named(cli, app, redis, module, findings, logged):

@@ -50,6 +50,24 @@ def schedule_of(app: Celery, **fields: object) -> object:
 # ---------------------------------------------------------------- what is accepted
 
 
+@pytest.mark.parametrize("by_place", [True, False])
+@pytest.mark.parametrize("wrong", ["* * * * *", {"minute": 0}, True, float("nan"), float("inf"), 10**20], ids=repr)
+def test_a_schedule_that_is_none_is_refused_with_its_value(app, wrong, by_place):
+    with pytest.raises(EntryError, match=r"entry 'e': schedule must be a schedule or a number of seconds, not "):
+        Entry("e", "t", wrong, app=app) if by_place else Entry(name="e", task="t", schedule=wrong, app=app)
+
+
+@pytest.mark.parametrize("field", ["kwargs", "options"])
+def test_fields_that_are_no_dicts_are_refused(app, field):
+    with pytest.raises(EntryError, match=f"entry 'e': {field} must be a dict, not str"):
+        Entry("e", "t", 60, app=app, **{field: "x"})
+
+
+def test_a_field_that_no_entry_has_is_refused_with_the_nearest(app):
+    with pytest.raises(EntryError, match=r"entry 'e': there is no field overlp; did you mean overlap\?"):
+        Entry("e", "t", 60, app=app, overlp="skip")
+
+
 def test_a_task_and_a_schedule_are_enough(app):
     entry = decode(app)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -36,8 +36,6 @@ from .schedule_json import decode_schedule
 from .timetable import PARKED, Timetable, is_listed_as_disabled, listed_policy, zone_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from celery import Celery
 
     from ...locks.base import Options
@@ -95,21 +93,36 @@ class EntryOptions(PolicyOptions, total=False):
     total_run_count: int
 
 
+#: The fields that RedBeat takes by their places.
+_POSITIONAL = ("name", "task", "schedule", "args", "kwargs", "enabled")
+
+
 def _check_fields(fields: Mapping[str, Any]) -> None:
-    """Refuse fields that no entry has, and a schedule that is none.
+    """Refuse fields that no entry has, and values of wrong types.
 
     Raises:
         EntryError: the message names the field.
     """
     known = {*EntryOptions.__annotations__, "relative"}
-    name, when = fields.get("name"), fields.get("schedule")
+    about = f"entry {fields.get('name')!r}:"
     for unknown in sorted(fields.keys() - known):
         near = get_close_matches(unknown, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise EntryError(f"entry {name!r}: there is no field {unknown}{hint}")
-    is_number = isinstance(when, int | float) and not isinstance(when, bool) and math.isfinite(when)
-    if when is not None and not is_number and not isinstance(when, timedelta) and not hasattr(when, "is_due"):
-        raise EntryError(f"entry {name!r}: schedule must be a schedule or a number of seconds, not {when!r}")
+        raise EntryError(f"{about} there is no field {unknown}{hint}")
+    when = fields.get("schedule")
+    if when is not None and not hasattr(when, "is_due") and not _is_interval(when):
+        raise EntryError(f"{about} schedule must be a schedule or a number of seconds, not {when!r}")
+    for name in ("kwargs", "options"):
+        if not isinstance(fields.get(name) or {}, Mapping):
+            raise EntryError(f"{about} {name} must be a dict, not {type(fields[name]).__name__}")
+
+
+def _is_interval(when: object) -> bool:
+    if isinstance(when, bool) or not isinstance(when, int | float | timedelta):
+        return False
+    with suppress(ValueError, OverflowError):
+        return isinstance(when, timedelta) or isinstance(timedelta(seconds=when), timedelta)
+    return False
 
 
 class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
@@ -158,7 +171,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
         made_at = datetime.now(UTC)
         kwargs["last_run_at"] = kwargs.get("last_run_at") or made_at
         self._made_at = made_at
-        _check_fields(kwargs)
+        _check_fields({**dict(zip(_POSITIONAL, positional, strict=False)), **kwargs})
         super().__init__(*positional, app=app, **kwargs)
         if policy is None and not wishes:
             self.policy = listed_policy(self.schedule) or self.policy
