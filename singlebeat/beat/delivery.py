@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from .destination import queue_of_call
+from ..destination import queue_of_call
 from .status import APART, QUEUES_APART
 
 if TYPE_CHECKING:

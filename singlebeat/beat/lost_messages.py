@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..broker import bounded, is_one_broker, own_broker
 from ..config import Config
+from ..destination import queue_of_call
 from ..errors import ConfigError, LockBackendError
 from ..locks import backend_of, new_backend
 from ..locks.acquire import UNSENT_TTL
@@ -30,7 +31,6 @@ from ..log import Log, without_passwords
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, record_end_of_message
 from ..server_errors import with_advice
 from .delivery import Delivery, Reader
-from .destination import queue_of_call
 from .result_backend import ResultBackendError, ask_results, stored_end
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ class Waiting:
     renewed: float | None  #: seconds since the last renewal or try; None if that says nothing about this message
     is_joined: bool = False  #: it has the arguments of calls that have joined it
     is_ahead: bool = False  #: its queued time lies in the future: the clock of the locks' server was set back since
+    near: str = ""  #: a queue in which the message may be, if its queue is unknown
 
     @classmethod
     def of(cls, key: str, record: Mapping[str, str]) -> Waiting | None:
@@ -162,6 +163,7 @@ class Waiting:
             max(0.0, now - renewed) if renewed is not None and is_renewed else None,
             "joined" in record,
             ahead > 0,
+            str(of_message.get("near") or ""),
         )
 
 
@@ -414,7 +416,7 @@ def _ask(
         for lock in open_:
             if not lock.queue:
                 own = _queue_of(app, lock.task)
-                known = sorted(queues | {own or ""} - {""})
+                known = sorted((queues | {own or "", lock.near}) - {""})
                 stays[lock.ref] = _Stays(BOUND, True) if own == "" else broker.waits_in(known, lock.ref.task_id)
         open_ = [lock for lock in open_ if not stays.get(lock.ref)]
     if open_:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kombu.utils.encoding import safe_repr
 
 from ..config import Config
+from ..destination import reaches_all
 from ..locks.acquire import Plan, plan_call
 from ..locks.base import RUN_HEADER, Ref
 from ..locks.key import behind_key, check_sendable
@@ -18,7 +19,6 @@ from ..locks.modes import drops_by_default, is_singleton, overlap_for
 from ..overlap import Overlap
 from .calendar.clocked import comes_once
 from .calendar.recurrence import ENDING
-from .destination import reaches_all
 from .entries.code_only import evaluate_lazy
 from .entries.occurrence import Occurrence
 from .entries.timetable import on_its_clock

@@ -14,6 +14,7 @@ from celery.signals import before_task_publish
 
 from ..broker import own_broker
 from ..config import Config
+from ..destination import queue_reached
 from ..errors import DuplicateTaskError, LockBackendError
 from ..locks import backend_of, delay_of
 from ..locks.acquire import UNSENT_TTL, Refused, cancel_releases, keep, note
@@ -21,7 +22,6 @@ from ..locks.base import HEADER, RUN_HEADER, Holder, Ref, Verdict, unusable
 from ..log import Log
 from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, reports_each, size
 from ..server_errors import is_key_denied
-from .destination import queue_reached
 from .dispatch import Published, has_begun, not_published
 from .entries.occurrence import DecisionType
 from .failures import BROKER, LOCKS, NoQueueError, causes, is_transient

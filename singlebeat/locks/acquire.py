@@ -12,11 +12,12 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from kombu import Connection, Queue
+from kombu import Connection
 from kombu.utils.encoding import safe_repr
 
 from ..broker import broker_errors, broker_name, own_broker
 from ..config import Config
+from ..destination import queue_of_call
 from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..log import Log
 from . import backend_of, delay_of
@@ -60,6 +61,7 @@ __all__ = (
     "note_of_call",
     "places_of",
     "plan_call",
+    "queue_named",
     "unlocked_ticket",
 )
 
@@ -68,6 +70,9 @@ log = Log(__name__)
 #: Seconds that the lock of beat's own call lasts until the call is sent. A beat that dies during a dispatch cannot free
 #: the locks that it has acquired. The next beat frees no lock of an entry that was deleted or edited meanwhile.
 UNSENT_TTL = 60.0
+
+#: Options that name where a message goes.
+_DESTINATION = ("queue", "exchange", "routing_key")
 
 #: Policies by which a call evicts the calls that have not started.
 REPLACING = {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER}
@@ -295,7 +300,7 @@ def _call(
         wait, state = expiry, "timed"
     entry = entry_of(options.get("headers") or {})
     shown = readable(args or (), kwargs or {}, options, app=task.app, task=task.name)
-    sent = note_of_call(task, ref, options)
+    sent = note_of_call(task, ref, options, args, kwargs)
     return Call(ref, task.name, shown, wait, expiry, entry=entry, note=sent, state=state)
 
 
@@ -361,42 +366,46 @@ def answered(task: LockableTask, call: Call, holder: Holder) -> Holder:
     return dataclasses.replace(holder, task_id=call.ref.task_id) if holder.verdict is Verdict.DONE else holder
 
 
-def note(ref: Ref, *, broker: str, delay: float, queue: str | None = None) -> str:
+def note(ref: Ref, *, broker: str, delay: float, queue: str | None = None, near: str = "") -> str:
     """Return the note, in JSON, that is stored in the lock of a message for the search for lost messages.
 
     Args:
         broker: its name.
         delay: seconds from the sending of the message until it may start.
         queue: of the sent message; empty if the broker's bindings decide, None if unknown, or if it may not be sent.
+        near: a queue in which the message may be, if its queue is unknown; empty if none is known.
     """
-    where = {} if queue is None else {"queue": queue}
+    where = {"near": near} if near else {}
+    where |= {} if queue is None else {"queue": queue}
     return json.dumps({"gen": str(ref.generation), "delay": delay, "broker": broker, **where})
 
 
-def note_of_call(task: LockableTask, ref: Ref, options: Options) -> str:
-    """Return the note of a call that is about to be sent with these options."""
-    delay = delay_of(options, datetime.now(UTC))
-    queue = "" if options.get("exchange") else _queue_named(task, options)
+def note_of_call(
+    task: LockableTask,
+    ref: Ref,
+    options: Options,
+    args: Arguments | None = None,
+    kwargs: NamedArguments | None = None,
+) -> str:
+    """Return the note of a call that is about to be sent with these options; beat notes the queue once it is sent."""
+    delay, is_of_beat = delay_of(options, datetime.now(UTC)), RUN_HEADER in (options.get("headers") or {})
+    queue = None if is_of_beat else queue_named(task, options, args, kwargs)
     return note(ref, broker=_broker_of(task.app, options), delay=delay, queue=queue)
 
 
-def _queue_named(task: LockableTask, options: Options) -> str | None:
-    """Return the queue that a call or its task names; None if neither does, or if it may lead to another one.
+def queue_named(
+    task: LockableTask, options: Options, args: Arguments | None = None, kwargs: NamedArguments | None = None
+) -> str | None:
+    """Return the queue of a call that names its destination, or whose task does; None if the app's routes alone decide.
 
-    Else a process that looks for the message may not know the queue; it knows the queues of the app's routes. Beat
-    notes the queue when the message is sent.
+    It is empty if the broker's bindings decide. A process that looks for the message knows the routes of the app, but
+    maybe neither the call nor the task.
     """
-    if RUN_HEADER in (options.get("headers") or {}):
+    if not any(options.get(name) or getattr(task, name, None) for name in _DESTINATION):
         return None
-    named = options["queue"] if "queue" in options else getattr(task, "queue", None)
-    name = str(getattr(named, "name", named) or "")
-    queue = named if isinstance(named, Queue) else task.app.amqp.queues.get(name)
-    is_plain = not options.get("routing_key") and (queue is None or queue.exchange is None or _is_direct(queue))
-    return name if name and is_plain else None
-
-
-def _is_direct(queue: Queue) -> bool:
-    return str(queue.exchange.type) == "direct" and not queue.bindings
+    with suppress(Exception):  # a user's own router may raise anything, which Celery raises, too
+        return queue_of_call(task.app, task.name, options, args, kwargs)
+    return ""
 
 
 @lru_cache(maxsize=64)

@@ -237,7 +237,7 @@ class Ticket:
     generation: float = 0
     nonce: str = ""
     serializer: str = ""  #: serializer of the message, which kombu gives only to the worker's main process
-    brought_by: str = ""  #: queue by which RabbitMQ has delivered the message; only that process knows it
+    brought_by: str = ""  #: queue by which the message has come, if that is known; only this process knows it
     waits_for: Holder | None = field(default=None, compare=False)  #: holder at the call; not in the message
 
     @classmethod

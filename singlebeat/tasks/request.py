@@ -546,7 +546,9 @@ class Request(celery_request.Request):  # type: ignore[misc]
             renewer = renewer_of(self.app)
             options, now, retry = {"eta": when, "expires": self.expires}, datetime.now(UTC), self.ticket.successor().run
             ttl = time_to_start(options, queued_ttl=renewer.remember_for, now=now)
-            sent = note(retry, broker=own_broker(self.app), delay=delay_of(options, now))
+            # Most often it goes back to the same queue, but only the process that has run the task knows.
+            near, delay = self.ticket.brought_by, delay_of(options, now)
+            sent = note(retry, broker=own_broker(self.app), delay=delay, near=near)
             renewer.hand_over(self, retry, ttl=ttl, note=sent)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from ..beat.calendar.shifts import effects
 from ..beat.calendar.words import in_words
 from ..beat.delivery import Delivery
-from ..beat.destination import queue_of_call
 from ..beat.entries.code_only import restore_objects
 from ..beat.entries.definition import why_too_deep
 from ..beat.entries.entry import NOTHING, Entry
 from ..beat.entries.policy import EntryPolicy
+from ..destination import queue_of_call
 from ..errors import ConflictError, EntryError, UnknownEntryError
 from ..masking import MASK, MaskError, masked
 from .actions import Page, leads_to

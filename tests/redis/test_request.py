@@ -53,6 +53,7 @@ from singlebeat.tasks.gate import Postponed, Refused, Unsent, postpone
 from singlebeat.tasks.renewer import GATE_PAUSE, renewer_of
 from singlebeat.tasks.request import REAPED_AFTER, Request
 from tests.support import connected, ended_well, fork, wait_until, without
+from tests.system.apps import make_app
 
 Deliver = Callable[..., Request]
 
@@ -254,6 +255,36 @@ def test_the_lock_of_a_requeued_message_ends_with_the_message(app, deliver, redi
 def retries_later(self: Any) -> None:
     """Retry in ten minutes."""
     raise self.retry(countdown=600)
+
+
+def retries_elsewhere(self: Any) -> None:
+    """Retry on another queue, which no worker reads now."""
+    raise self.retry(countdown=0, queue="elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("body", "base", "queue"),
+    [
+        (retries_elsewhere, Singleton, "elsewhere"),
+        (retries_later, Singleton, "celery"),
+        (retries_later, None, "celery"),
+    ],
+)
+def test_a_retry_is_found_in_a_queue_that_no_other_process_knows(app, deliver, server, redis, body, base, queue):
+    """The worker that reads the queue is away, for a deploy."""
+    task = app.task(body, name="app.later", bind=True, base=base, shared=False)
+    task_id, lock = uuid(), "SINGLETONLOCK_a"
+    started(deliver(task, [], id=task_id, **{HEADER: {"id": task_id, "key": lock}}))
+    renewer_of(app).flush()
+    redis.hincrby(lock, "since", -3_600_000)
+    redis.hdel(lock, "renewed")
+    ((_, record),) = backend_of(app).read([lock])
+
+    with make_app(server.celery_url, {"task_default_queue": "another", "singlebeat_lost_after": 0.1}) as stranger:
+        (found,) = lost.examine(stranger, [lost.Waiting.of(lock, record)])
+
+    assert not found.outcome, found
+    assert found.queue == queue
 
 
 def later(seconds: float) -> str:

@@ -21,6 +21,7 @@ from celery import Celery
 from celery._state import _task_stack
 from celery.signals import after_task_publish, before_task_publish
 from kombu import Connection, Exchange, Queue
+from kombu.common import Broadcast
 from kombu.exceptions import OperationalError
 from kombu.messaging import Producer
 from kombu.transport.redis import Channel
@@ -992,23 +993,44 @@ def test_no_call_joins_one_that_another_waits_for(app, redis, overlap, is_follow
     assert redis.hget(behind_key(key), "payload") in (["", None] if is_followed else ["[[2], {}]", "[[2],{}]"])
 
 
-@pytest.mark.parametrize("asked", ["", "call's", Queue("call's", Exchange("e"))], ids=["", "by name", "as a Queue"])
-@pytest.mark.parametrize("own", ["", "task's"])
-def test_a_message_is_found_in_a_queue_that_only_its_call_or_its_task_names(server, redis, own, asked):
+KNOWN = [Queue("real name", alias="short"), Broadcast("to all"), Queue("q", Exchange("media", "topic"), "video.#")]
+AWAY = {"exchange": "media", "routing_key": "video"}
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "queue"),
+    [
+        pytest.param({}, {}, None, id="none"),
+        pytest.param({"queue": "task's"}, {}, "task's", id="the task's"),
+        pytest.param({}, {"queue": "call's"}, "call's", id="the call's"),
+        pytest.param({"queue": "task's"}, {"queue": "call's"}, "call's", id="both"),
+        pytest.param({}, {"queue": Queue("call's", Exchange("e"))}, "call's", id="a Queue"),
+        pytest.param({}, {"queue": "short"}, "real name", id="an alias"),
+        pytest.param({}, {"queue": "to all"}, "", id="Broadcast"),
+        pytest.param({}, AWAY, "", id="an exchange"),
+        pytest.param(AWAY, {"queue": "call's"}, "", id="the task's exchange"),
+        pytest.param({"queue": "task's", "routes": AWAY}, {}, "", id="a route to an exchange"),
+    ],
+)
+def test_a_message_is_found_in_a_queue_that_only_its_call_or_its_task_names(server, redis, own, asked, queue):
     """A beat that knows tasks by name, or a command, may know neither; and no worker may read that queue just now."""
-    with apps(server.celery_url) as app, make_app(server.celery_url, {"singlebeat_lost_after": 0.1}) as stranger:
+    routes = {"task_routes": {"numbered": own["routes"]}} if "routes" in own else {}
+    with (
+        apps(server.celery_url, task_queues=KNOWN, task_create_missing_queues=True, **routes) as app,
+        make_app(server.celery_url, {"singlebeat_lost_after": 0.1}) as stranger,
+    ):
         task = define(app)
-        task.queue = own or None
-        call = task.apply_async([1], **({"queue": asked} if asked else {}))
+        for name in ("queue", "exchange", "routing_key"):
+            setattr(task, name, own.get(name))
+        call = task.apply_async([1], **asked)
         key = task.generate_lock(task.name, [1])
         lock = Waiting.of(key, next(record for _, record in backend_of(app).read([key])))
         (found,) = examine(stranger, [replace(lock, age=60, since=lock.since - 60)])
 
-    queue = "call's" if asked else own
     assert lock.ref.task_id == call.id
-    assert lock.queue == queue
-    assert not found.outcome
-    assert found.queue == (queue or "celery")
+    assert (lock.queue, lock.is_noted) == (queue or "", queue is not None)
+    assert not found.outcome, found
+    assert found.queue == ("celery" if queue is None else queue)
 
 
 def test_calls_whose_write_was_not_answered_get_no_lock_a_second_time(server, redis):

@@ -13,7 +13,7 @@ from kombu.common import Broadcast
 
 from singlebeat import Entry
 from singlebeat.beat.delivery import Busy, Delivery, Reader, listed, queue_of
-from singlebeat.beat.destination import reaches_all
+from singlebeat.destination import reaches_all
 
 NOON = datetime(2026, 12, 1, 12, tzinfo=UTC)
 

@@ -11,8 +11,8 @@ from kombu.common import Broadcast
 if TYPE_CHECKING:
     from celery import Celery
 
-    from ..locks.base import Options
-    from ..locks.key import Arguments, NamedArguments
+    from .locks.base import Options
+    from .locks.key import Arguments, NamedArguments
 
 __all__ = ("queue_of_call", "queue_reached", "reaches_all")
 
