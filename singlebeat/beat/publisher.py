@@ -15,7 +15,7 @@ from kombu.utils.encoding import safe_repr
 from ..broker import BrokerConnection
 from ..locks.base import RUN_HEADER
 from ..outbox import collecting, takes_outbox
-from ..rabbitmq_errors import reaches_no_queue
+from ..rabbitmq_errors import is_of_one_message, reaches_no_queue
 from .calendar.recurrence import ENDING
 from .failures import causes
 
@@ -83,10 +83,13 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
                 return super().apply_async(entry, producer=producer, advance=advance, **kwargs)
         except SchedulingError as exc:
             errors = (*self.connection.connection_errors, *self.connection.channel_errors)
-            # RabbitMQ has closed the channel: the next message would fail, too. A message for an outbox is only made,
-            # and each KeyError is for kombu one of a connection to Redis: the other messages need that channel.
+            # A message for an outbox is only made, and each KeyError is for kombu one of a connection to Redis: the
+            # other messages need that channel.
             if producer is not self._collecting and isinstance(exc.__context__, errors):
-                self.forget_broker()
+                if is_of_one_message(exc.__context__):
+                    self._forget_channel()
+                else:
+                    self.forget_broker()
             raise
         except (Exception, *ENDING):
             raise
@@ -104,7 +107,7 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
         except SchedulingError as exc:
             if not any(map(reaches_no_queue, causes(exc))):
                 raise
-        # Its queue may have been deleted since this process has declared it: the new connection declares it again.
+        # Its queue may have been deleted since this process has declared it: the new channel declares it again.
         return self.apply_async(entry, advance=False)
 
     @contextmanager
@@ -135,6 +138,20 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
 
     def _ensure_connected(self) -> Connection:
         return self._broker.ensure_connected()
+
+    @cached_property
+    def producer(self) -> Producer:
+        """Celery's producer, on a channel of its own: RabbitMQ closes that for one message that it refuses."""
+        connection = self._ensure_connected()
+        is_rabbitmq = connection.transport.driver_name == "py-amqp"
+        return self.Producer(connection.channel() if is_rabbitmq else connection, auto_declare=False)
+
+    def _forget_channel(self) -> None:
+        """Forget the channel on which RabbitMQ has refused a message: it may be closed, or hold a late confirmation."""
+        producer = self.__dict__.pop("producer", None)
+        self.connection.declared_entities.clear()
+        if producer is not None:
+            self.connection.maybe_close_channel(producer.channel)
 
     def reaches_broker(self) -> bool:
         """Return whether there is a connection to the broker, or can be one."""

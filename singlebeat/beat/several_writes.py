@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -44,6 +45,9 @@ log = Log("celery.beat")
 
 #: Seconds after which another beat may retake an occurrence that was claimed and not confirmed.
 RETRY_AFTER = 30.0
+
+#: Seconds that the messages which have failed before may take in one tick.
+RETRIES_MAY_TAKE = 0.5
 
 #: Fraction of ``RETRY_AFTER`` in which the beat that claimed an occurrence may still send it.
 PUBLISH_SHARE = 0.8
@@ -239,12 +243,17 @@ class SeveralWrites:
 
     def _publish(self, messages: Sequence[Message]) -> None:
         """Publish messages, for as long as this beat may."""
-        left = deque(messages)
+        left, retried_since = deque(messages), math.inf
         while left and self._may_publish():
-            if self._broker_is_down:  # each further message would wait for the broker again
+            began = time.monotonic()
+            if self.failures.backoff.failures_of(left[0].entry.key):  # and so have all that follow
+                if self._confirmations:
+                    self._confirm(messages)
+                retried_since = min(retried_since, began)
+            # Each further message would wait for the broker again, or would hold up the entries of the next tick.
+            if self._broker_is_down or began > retried_since + RETRIES_MAY_TAKE:
                 self._unsent += [message.entry.key for message in left]
                 return
-            began = time.monotonic()
             if failed := [*self._failed(self._publish_next(left))]:
                 self._unsent += [message.entry.key for message, _ in failed]
                 away = [(message, exc) for message, exc in failed if not self.failures.is_refused(message, exc)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from singlebeat.beat.backoff import LOGGED_EACH, Backoff
+from singlebeat.beat.backoff import LOGGED_EACH, REFUSED_LOGGED_EACH, Backoff
 
 
 def test_an_unreachable_broker_is_asked_less_and_less_often():
@@ -65,9 +65,24 @@ def test_an_entry_that_fails_alone_is_named_now_and_then():
         backoff.failed("a")
         backoff.succeeded("b")
         named += [at] * backoff.fails_alone("a")
-    refused = [backoff.refused("c") for _ in range(LOGGED_EACH + 1)]
+    refused = [backoff.refused("c") for _ in range(REFUSED_LOGGED_EACH + 1)]
 
     assert named == [2, LOGGED_EACH + 2]
-    assert [at for at, is_named in enumerate(refused, 1) if is_named] == [1, LOGGED_EACH + 1]
+    assert [at for at, is_named in enumerate(refused, 1) if is_named] == [1, REFUSED_LOGGED_EACH + 1]
     backoff.succeeded("c")
     assert backoff.refused("c")
+
+
+def test_a_refused_message_is_tried_less_often_until_it_is_not_refused():
+    backoff = Backoff()
+    delays = []
+    for _ in range(8):
+        backoff.refused("a")
+        delays.append(backoff.seconds("a"))
+
+    assert delays == [1, 2, 4, 8, 16, 30, 30, 30]
+    assert backoff.seconds("b") == 1
+    backoff.failed("a")
+    assert backoff.seconds("a") == 4
+    backoff.forget("a")
+    assert [backoff.refused("a"), backoff.seconds("a")] == [True, 1]
