@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import redirect_stdout
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..beat.entries.statics import signature_of
@@ -24,7 +25,9 @@ def load_code(app: Celery) -> str:
     why = ""
     # What a module prints is not the output of a command, which another program may read.
     with redirect_stdout(sys.stderr):
-        for load in (app.loader.import_default_modules, app.finalize):
+        each = (partial(app.loader.import_task_module, module) for module in app.loader.default_modules)
+        # The first ends at a module that fails, and each module says how its tasks' arguments are masked.
+        for load in (app.loader.import_default_modules, *each, app.finalize):
             try:
                 load()
             except (Exception, SystemExit) as exc:  # of a user's module

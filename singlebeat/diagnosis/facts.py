@@ -179,6 +179,9 @@ def _outdated(app: Celery, name: str, state: ScheduleStatus, *, is_unusable: boo
 
 def _why_missing(app: Celery, entries: Schedule, name: str, state: ScheduleStatus) -> str:
     """Return what to add to the error that there is no entry: the trouble that may have kept it away or removed it."""
+    statics = Statics(app, schedule_client(app))
+    if name in statics.given and (why := statics.why_unstorable(name)):
+        return f". It is in beat_schedule, and cannot be stored: {why}"
     if _foreign(entries, name):  # it is said, and no revert would succeed
         return ""
     if gone := why_gone(entries, name):
@@ -187,11 +190,8 @@ def _why_missing(app: Celery, entries: Schedule, name: str, state: ScheduleStatu
         return f", and {state.problem()}: {refused}"
     if told := "".join(f". {found[0].upper()}{found[1:]}" for found in (state.sent_elsewhere, state.lost) if found):
         return told
-    statics = Statics(app, schedule_client(app))
     if name not in statics.given:
         return ""
-    if why := statics.why_unstorable(name):
-        return f". It is in beat_schedule, and cannot be stored: {why}"
     if not state.problem() and _has_other_code(app, state):
         work = "the beats that share the work run" if state.is_shared else "the beat that leads runs"
         return (

@@ -488,7 +488,7 @@ def test_a_message_that_rabbitmq_refuses_takes_no_other_with_it(refused, decisio
         scheduler.close()
 
         decided = {record.entry: record.decision for record in Schedule(app).history()}
-        others = {name: "dispatched" for name in ("e0", "e2", "e3")}
+        others = dict.fromkeys(("e0", "e2", "e3"), "dispatched")
         assert decided == others | ({"e1": decision} if decision else {})
         assert redis.zcard("redbeat::pending") == (decision is None)
         with app.connection_for_write() as connection:

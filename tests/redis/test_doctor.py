@@ -925,6 +925,44 @@ def test_an_entry_of_beat_schedule_that_was_never_stored_is_named(bench, cli, fi
     assert why in explained
 
 
+@pytest.mark.parametrize("name", ["cache", ":lock"])
+def test_an_entry_of_beat_schedule_whose_key_is_taken_is_named(bench, cli, findings, name):
+    if name == "cache":
+        bench.redis.set("redbeat:cache", "of another program")
+    bench.conf["beat_schedule"] = {name: {"task": f"{APP}.plain", "schedule": 60}}
+    scheduler = bench.scheduler()
+    scheduler.tick()
+
+    (text,) = [text for level, text in findings(f"entry {name}", app=scheduler.app) if level == "problem"]
+
+    why = f"the key redbeat:{name} is in use for other data: rename the entry"
+    assert text.endswith(f"so it does not run, for it cannot be stored: {why}")
+    explained = cli("explain", name, app=scheduler.app, code=None).output
+    assert (why if name == "cache" else "there can be no entry ':lock'") in explained
+
+
+def test_an_entry_that_another_app_has_on_purpose_is_named(bench, cli, findings):
+    """Apps that share a prefix share the entries of one name, too; this one is another entry."""
+    job = {"task": f"{APP}.plain", "schedule": 60}
+    given = {"same": job, "nightly": job}
+    sharing = {"singlebeat_other_app_check": "ignore"}
+    shop, bar = (bench.new_app(**sharing, beat_schedule=given) for _ in "12")
+    shop.main, bar.main = "shop", "bar"
+    bar.conf.beat_schedule = {**given, "nightly": {**job, "schedule": 30}}
+    for app in (shop, bar):
+        scheduler = bench.scheduler(app=app)
+        scheduler.tick()
+        if app is shop:
+            scheduler.close()
+
+    found = findings("entry nightly", app=bar)
+
+    assert [level for level, _ in found] == ["problem"]
+    assert "app shop has another entry of this name: rename one of them" in found[0][1]
+    assert findings("entry same", app=bar) == findings("entry nightly", app=shop) == []
+    assert "app shop has another entry of this name" in cli("explain", "nightly", app=bar).output
+
+
 class Unwell(schedule):
     def is_due(self, last_run_at):
         raise OSError("no answer")

@@ -144,11 +144,23 @@ class Statics:
         """
         names = sorted(_given(self.app))
         owners = self._owners(names)
-        missing = self.missing([name for name in names if self.owner in owners.get(name, (self.owner,))])
-        return {name for name in missing if name in owners or self.why_unstorable(name)}
+        ours = [name for name in names if self.owner in owners.get(name, (self.owner,))]
+        unstored = {name for name in ours if not self.keys.is_possible(name)}
+        for at in range(0, len(ours), BATCH):
+            batch = ours[at : at + BATCH]
+            for name, fields in zip(
+                batch, read_fields(self.client, [self.keys.prefix + name for name in batch]), strict=True
+            ):
+                is_taken = isinstance(fields, str)
+                if is_taken or (not any(fields) and (name in owners or self.why_unstorable(name))):
+                    unstored.add(name)
+        return unstored
 
     def why_unstorable(self, name: str) -> str:
-        """Return why an entry of ``beat_schedule`` cannot be stored; empty if it can."""
+        """Return why an entry of ``beat_schedule`` cannot be stored; empty if it can, or another app has it."""
+        key = self.keys.prefix + name
+        if not self.keys.is_possible(name) or isinstance(read_fields(self.client, [key])[0], str):
+            return f"the key {key} is in use for other data: rename the entry"
         try:
             _made(self.app, name, _given(self.app)[name]).encode()
         except Exception as exc:  # a schedule may raise any exception
@@ -166,6 +178,7 @@ class Statics:
         given = _given(self.app)
         names = [name for name in given if among is None or name in among]
         owners = self._owners(names)
+        yield from self._refused(names, owners)
         names = [name for name in names if self.owner in owners.get(name, ())]
         for at in range(0, len(names), BATCH):
             keys = [self.keys.prefix + name for name in names[at : at + BATCH]]
@@ -180,6 +193,17 @@ class Statics:
                 else:
                     if not _is_same(entry, fields[0], fields[2]):
                         yield name, ""
+
+    def _refused(self, names: Collection[str], owners: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
+        """Yield the names of entries that another app has stored differently, if apps share the prefix on purpose."""
+        if Config.of(self.app).singlebeat_other_app_check != "ignore":  # it is said otherwise
+            return
+        given, made = _given(self.app), dict[str, Entry]()
+        for name in names:
+            if self.owner not in owners.get(name, (self.owner,)):
+                with suppress(Exception):  # a schedule may raise any exception
+                    made[name] = _made(self.app, name, given[name])
+        yield from ((name, str(exc)) for name, exc in self._conflicts(made, owners).items())
 
     def stored(self, names: Collection[str]) -> Mapping[str, tuple[str, str]]:
         """Return definition and policy of entries as they are stored, by name; both are empty if there is none."""
