@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..locks import backend_of
-from ..locks.base import HEADER, Holder, IfHeld, Verdict, unusable
+from ..locks.acquire import UNSENT_TTL
+from ..locks.base import HEADER, Call, Holder, Ref, Verdict, unusable
 from ..locks.late_release import release_later
 from ..log import Log
 from ..overlap import Overlap
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from celery.result import AsyncResult
 
     from ..locks.acquire import Granted, Refused
-    from ..locks.base import Ref
     from ..outbox import Outbox
     from .entries.entry import Entry
     from .leadership.lease import Term
@@ -263,23 +263,30 @@ class Dispatcher:
         for lock in locks:
             release_later(self.app, lock)
 
-    def begun(self, claimed: Sequence[ClaimedOccurrence]) -> Set[str]:
-        """Return the ids of the occurrences whose runs have begun under their locks: an earlier try has sent them.
+    def begun(self, claimed: Sequence[ClaimedOccurrence]) -> Mapping[str, bool | None]:
+        """Return by id whether the runs of occurrences have begun or ended: an earlier try has sent their messages.
 
-        It may leave the others with their locks.
+        It is None if the locks' server does not answer. An occurrence that has no lock is left out.
         """
         messages, _ = prepare(self.app, self.report_each(claimed), looked_after=True)
-        calls = [message.plan.unsent for message in messages if message.plan is not None]
-        alone = [replace(call, if_held=IfHeld.LEAVE, payload="") for call in calls if call is not None]
-        if not alone:
-            return frozenset()
+        calls = [  # for the locks that the runs hold, which are others than those of their messages in some lock modes
+            Call(Ref(message.plan.ticket.key, message.occurrence.id), message.entry.task, "", UNSENT_TTL)
+            for message in messages
+            if message.plan is not None
+        ]
+        if not calls:
+            return {}
         self.progress()
         try:
             with self.failures.asking_locks():
-                holders = backend_of(self.app).acquire_many(alone, may_be_resent=True)
-        except (ConfigError, LockBackendError):
-            return frozenset()
-        return {call.ref.task_id for call, holder in zip(alone, holders, strict=True) if has_begun(call.ref, holder)}
+                holders = backend_of(self.app).acquire_many(calls, may_be_resent=True)
+        except ConfigError:  # then there are no locks
+            return {}
+        except LockBackendError:
+            return dict.fromkeys(call.ref.task_id for call in calls)
+        begun = {call.ref: has_begun(call.ref, holder) for call, holder in zip(calls, holders, strict=True)}
+        self.release(*(ref for ref, is_begun in begun.items() if not is_begun))
+        return {ref.task_id: is_begun for ref, is_begun in begun.items()}
 
     def free(self, claimed: Sequence[ClaimedOccurrence]) -> None:
         """Free the locks of occurrences that are not to be sent after all."""

@@ -64,6 +64,9 @@ class UnreachableBrokerError(RedisConnectionError):
 class NoQueueError(SchedulingError):  # type: ignore[misc]
     """No queue of Redis is bound to the exchange of a message with its routing key."""
 
+    def __init__(self) -> None:
+        super().__init__("no queue is bound to its exchange with its routing key")
+
 
 def is_transient(exc: Exception) -> bool:
     """Return whether an attempt failed because of a server, so that a retry may succeed.

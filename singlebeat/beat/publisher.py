@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from celery.beat import Scheduler, SchedulingError
 from celery.result import denied_join_result
 from kombu import Producer
+from kombu.transport.virtual import Channel
 from kombu.utils.encoding import safe_repr
 
 from ..broker import BrokerConnection
@@ -17,11 +18,11 @@ from ..locks.base import RUN_HEADER
 from ..outbox import collecting, takes_outbox
 from ..rabbitmq_errors import is_of_one_message, reaches_no_queue
 from .calendar.recurrence import ENDING
-from .failures import causes
+from .failures import NoQueueError, causes
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult
-    from kombu import Connection
+    from kombu import Connection, Exchange
 
     from ..outbox import Outbox
     from .entries.entry import Entry
@@ -30,7 +31,7 @@ __all__ = ("BeatProducer", "BrokerAccess")
 
 
 class BeatProducer(Producer):  # type: ignore[misc]
-    """kombu's producer, which lets RabbitMQ say that a message reaches no queue.
+    """kombu's producer, which says that the message of a run reaches no queue, and lets RabbitMQ say so.
 
     kombu's own copies a queue for each message, only to find that the queue is declared.
     """
@@ -39,9 +40,11 @@ class BeatProducer(Producer):  # type: ignore[misc]
         """Send a message.
 
         Raises:
+            NoQueueError: kombu has dropped the message of a run, for which its exchange has no queue.
             Exception: any error of the broker, or RabbitMQ has no queue for the message of a run.
         """
         headers, connection = options.get("headers") or {}, self.connection
+        may_be_dropped = options.get("mandatory") is False
         if (
             RUN_HEADER in headers
             and options.get("mandatory") is None  # as Celery gives it for a message that names its queue
@@ -51,7 +54,22 @@ class BeatProducer(Producer):  # type: ignore[misc]
             and "x-delay" not in headers  # RabbitMQ's exchange for delayed messages says so of each of them
         ):
             options["mandatory"] = True
-        return super().publish(*args, **options)
+        published = super().publish(*args, **options)
+        if RUN_HEADER in headers and isinstance(self.channel, Channel) and not may_be_dropped:
+            self._check_route(options.get("exchange"), options.get("routing_key"))
+        return published
+
+    def _check_route(self, exchange: Exchange | str | None, routing_key: str | None) -> None:
+        """Check that one of kombu's own exchanges has given a message to a queue, which it does not say.
+
+        Raises:
+            NoQueueError: it has dropped the message.
+        """
+        name = getattr(exchange, "name", exchange)
+        if not name or (kind := self.channel.typeof(name)).type == "fanout":  # that reaches those who listen
+            return
+        if not kind.lookup(self.channel.get_table(name), name, routing_key or "", None):
+            raise NoQueueError
 
     def maybe_declare(self, entity: Any, retry: bool = False, **retry_policy: object) -> Any:
         """Declare a queue or an exchange if it is not declared already."""

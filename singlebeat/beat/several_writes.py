@@ -347,7 +347,7 @@ class SeveralWrites:
             attempt.commands = outbox.commands
             self._queues[message.occurrence.id] = outbox.queue
             if not outbox.commands:
-                attempt.error = NoQueueError("no queue is bound to its exchange with its routing key")
+                attempt.error = NoQueueError()
         if message.is_sent_by_others:
             attempt.published = self._published_by_others(message, result)
         return attempt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from time import monotonic
@@ -13,6 +14,7 @@ from .calendar.zone import app_zone
 from .decide import claim_for, dropped
 from .decision_log import log_decision
 from .dispatch import Dispatcher
+from .entries.occurrence import DecisionType
 from .one_write import OneWrite
 from .several_writes import RETRY_AFTER, SeveralWrites
 from .store.claims import Claim, ClaimedOccurrence, ClaimVerdict, Confirmation, Due, Store, Stored
@@ -114,19 +116,19 @@ class Tick:
     def _drop(self, retaken: Sequence[ClaimedOccurrence], term: Term, now: datetime) -> list[Confirmation]:
         """Confirm retaken occurrences that are too late, paused or disabled, and free their locks.
 
-        One whose run has begun was sent, and is left.
+        One whose run has begun was sent. One of which that is not known waits until the locks' server answers.
         """
         zone = app_zone(self.app)
         decided = [(claimed, dropped(claimed.stored, claimed.occurrence, now, zone=zone)) for claimed in retaken]
-        begun = self.dispatcher.begun([claimed for claimed, decision in decided if decision is not None])
-        over = [
-            (claimed, decision)
-            for claimed, decision in decided
-            if decision is not None and claimed.occurrence.id not in begun
-        ]
-        confirmations = [claimed.confirmation(decision) for claimed, decision in over]
+        late = [(claimed, decision) for claimed, decision in decided if decision is not None]
+        begun = self.dispatcher.begun([claimed for claimed, _ in late])
+        sent = [(claimed, decision) for claimed, decision in late if begun.get(claimed.occurrence.id)]
+        over = [(claimed, decision) for claimed, decision in late if begun.get(claimed.occurrence.id, False) is False]
+        decisions = [(claimed, replace(each, outcome=DecisionType.DISPATCHED, reason="")) for claimed, each in sent]
+        confirmations = [claimed.confirmation(decision) for claimed, decision in (*over, *decisions)]
         self.store.confirm(confirmations, term)
         self.dispatcher.free([claimed for claimed, _ in over])
+        self.dispatcher.failures.backoff.forget(*(claimed.stored.entry.key for claimed, _ in sent))
         self._log(confirmation.decision for confirmation in confirmations)
         return confirmations
 
