@@ -231,7 +231,7 @@ class Singleton(Task):  # type: ignore[misc]
         given = {**options, "producer": producer, "link": link, "link_error": link_error, "shadow": shadow}
         asked_for, has_new_id, task_id = given.pop("overlap", None), not task_id, str(task_id or uuid())
         publish = self._publisher(args, kwargs, task_id, given)
-        own, is_eager = Ticket.of_message(options.get("headers") or {}, task_id), self.app.conf.task_always_eager
+        own, is_eager = self._own_ticket(task_id, options), self.app.conf.task_always_eager
         if own is not None and not own.nonce and not is_eager:
             return publish()  # beat, the author of this header, has acquired what the call needs, in a batch
         overlap = overlap_for(self, asked_for)
@@ -252,6 +252,15 @@ class Singleton(Task):  # type: ignore[misc]
             ticket = plan.otherwise or unlocked_ticket(self, task_id, key, overlap)
             return self._send_without_lock(ticket, publish, exc)
         return self._duplicate(sent.holder, args, kwargs, overlap, given) if isinstance(sent, Refused) else sent
+
+    def _own_ticket(self, task_id: str, options: Options) -> Ticket | None:
+        """Return the ticket that the headers of a call hold; in a retry, that of the run that makes it.
+
+        Its sender may have put a copy of the headers into the message (Sentry does), which Celery passes to the retry.
+        """
+        ticket = Ticket.of_message(options.get("headers") or {}, task_id)
+        run = getattr(self.request, RUN_HEADER, None) if ticket is not None and self.request_stack is not None else None
+        return run.ticket if isinstance(run, Run) and run.ticket.task_id == task_id else ticket
 
     def _is_awaited(self, options: Options, *, has_new_id: bool) -> bool:
         """Return whether a chain, a chord or the like waits for a call; often Celery makes it, and would hear no error.

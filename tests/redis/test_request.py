@@ -238,6 +238,24 @@ def test_a_retry_with_a_countdown_is_not_late_before_its_time(app, deliver, redi
     assert re.fullmatch(r"its message counts as late only after 6(30|29\.\d+) s", why_not_late(app, redis, lock))
 
 
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_retry_keeps_its_lock_though_its_sender_has_copied_the_headers(app, deliver, redis, base):
+    """Sentry puts them into the message once more, and Celery passes that copy to the retry."""
+    task = app.task(retries_later, name="app.later", bind=True, base=base, shared=False)
+    task_id, lock = uuid(), "SINGLETONLOCK_a"
+    headers = {HEADER: {"id": task_id, "key": lock}}
+
+    started(deliver(task, [], id=task_id, **headers, headers=headers))
+    renewer_of(app).flush()
+
+    assert redis.hmget(lock, "state", "gen") == ["queued", "1"]
+    retried = deliver(task)
+    assert retried.ticket.generation == 1
+    started(retried)
+    renewer_of(app).flush()
+    assert redis.hmget(lock, "state", "gen") == ["queued", "2"]
+
+
 @pytest.mark.parametrize(("expires", "least", "most"), [(None, 3000, 3600), (100, 40, 100), (-1, 0, 5)])
 def test_the_lock_of_a_requeued_message_ends_with_the_message(app, deliver, redis, expires, least, most):
     """RabbitMQ drops a requeued message that has expired: no worker would ever free its lock."""
