@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from celery.app.routes import MapRoute
 from kombu import Connection
 from kombu.utils.encoding import safe_repr
 
@@ -59,9 +60,9 @@ __all__ = (
     "note",
     "note_of_broker",
     "note_of_call",
+    "place_named",
     "places_of",
     "plan_call",
-    "queue_named",
     "unlocked_ticket",
 )
 
@@ -389,23 +390,27 @@ def note_of_call(
 ) -> str:
     """Return the note of a call that is about to be sent with these options; beat notes the queue once it is sent."""
     delay, is_of_beat = delay_of(options, datetime.now(UTC)), RUN_HEADER in (options.get("headers") or {})
-    queue = None if is_of_beat else queue_named(task, options, args, kwargs)
-    return note(ref, broker=_broker_of(task.app, options), delay=delay, queue=queue)
+    where = {} if is_of_beat else place_named(task, options, args, kwargs)
+    return note(ref, broker=_broker_of(task.app, options), delay=delay, **where)
 
 
-def queue_named(
+def place_named(
     task: LockableTask, options: Options, args: Arguments | None = None, kwargs: NamedArguments | None = None
-) -> str | None:
-    """Return the queue of a call that names its destination, or whose task does; None if the app's routes alone decide.
+) -> Mapping[str, str]:
+    """Return what a call or its task says about its queue, as arguments of ``note``; empty if neither says anything.
 
-    It is empty if the broker's bindings decide. A process that looks for the message knows the routes of the app, but
-    maybe neither the call nor the task.
+    A process that looks for the message knows the routes of the app, but maybe neither the call nor the task. An own
+    router of the app is not asked: it may give another answer each time, and may count its calls.
     """
     if not any(options.get(name) or getattr(task, name, None) for name in _DESTINATION):
-        return None
-    with suppress(Exception):  # a user's own router may raise anything, which Celery raises, too
-        return queue_of_call(task.app, task.name, options, args, kwargs)
-    return ""
+        return {}
+    if any(not isinstance(route, MapRoute) for route in task.app.amqp.router.routes):
+        named = options.get("queue") or getattr(task, "queue", None)
+        queue = task.app.amqp.queues.aliases.get(named, named)
+        return {"near": str(getattr(queue, "name", queue) or "")}
+    with suppress(Exception):  # Celery will raise it, too
+        return {"queue": queue_of_call(task.app, task.name, options, args, kwargs)}
+    return {"queue": ""}
 
 
 @lru_cache(maxsize=64)

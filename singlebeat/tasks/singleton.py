@@ -21,7 +21,7 @@ from ..config import Config
 from ..errors import DuplicateTaskError, LockBackendError, UnusableLockError
 from ..locks import backend_of, delay_of
 from ..locks import time_to_start as seconds_to_start
-from ..locks.acquire import Refused, free, note, note_of_call, plan_call, queue_named, unlocked_ticket
+from ..locks.acquire import Refused, free, note, note_of_call, place_named, plan_call, unlocked_ticket
 from ..locks.base import (
     HEADER,
     RUN_HEADER,
@@ -406,7 +406,7 @@ class Singleton(Task):  # type: ignore[misc]
         """Send a retry or replacement from within its run, and promise the run's lock to the sent call first."""
         backend, successor = self.singleton_backend, run.successor(generation(options))
         delay, ttl = delay_of(options, datetime.now(UTC)), self.time_to_start(options)
-        sent = note(successor.run, broker=own_broker(self.app), delay=delay, queue=self._queue_from_here(options))
+        sent = note(successor.run, broker=own_broker(self.app), delay=delay, **self._place_from_here(options))
         promised = True  # as long as it is unknown: a signal may end the call before it knows the answer
         try:
             try:
@@ -421,15 +421,15 @@ class Singleton(Task):  # type: ignore[misc]
                 self._take_back(run, successor)
             raise
 
-    def _queue_from_here(self, options: Options) -> str | None:
-        """Return the queue of a call that a run makes in its own place, as ``queue_named`` does.
+    def _place_from_here(self, options: Options) -> Mapping[str, str]:
+        """Return what is known of the queue of a call that a run makes in its own place, as ``place_named`` does.
 
         A retry that names none goes by the exchange by which its run has come.
         """
         exchange, run = (self.request.delivery_info or {}).get("exchange"), getattr(self.request, RUN_HEADER, None)
         if exchange and options.get("exchange") == exchange and isinstance(run, Run):
-            return run.ticket.brought_by
-        return queue_named(self, options)
+            return {"queue": run.ticket.brought_by}
+        return place_named(self, options)
 
     def _take_back(self, run: Ticket, successor: Ticket) -> None:
         try:

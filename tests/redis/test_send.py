@@ -13,6 +13,7 @@ from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -1031,6 +1032,20 @@ def test_a_message_is_found_in_a_queue_that_only_its_call_or_its_task_names(serv
     assert (lock.queue, lock.is_noted) == (queue or "", queue is not None)
     assert not found.outcome, found
     assert found.queue == ("celery" if queue is None else queue)
+
+
+def test_a_router_of_the_user_is_asked_once_for_each_call(server, redis):
+    """It may deal calls out to queues in turn."""
+    turns = cycle(["q0", "q1"])
+    with apps(server.celery_url, task_routes=[lambda *_, **__: {"queue": next(turns)}]) as app:
+        task = define(app)
+        for number in range(4):
+            task.delay(number)
+        task.apply_async([4], queue="named")
+        note = json.loads(redis.hget(task.generate_lock(task.name, [4]), "sent"))
+
+    assert [redis.llen(queue) for queue in ("q0", "q1", "named")] == [2, 2, 1]
+    assert (note["near"], "queue" in note) == ("named", False)
 
 
 def test_calls_whose_write_was_not_answered_get_no_lock_a_second_time(server, redis):
