@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from celery.app.routes import MapRoute
 from kombu import Queue
 from kombu.common import Broadcast
 
@@ -14,10 +15,15 @@ if TYPE_CHECKING:
     from .locks.base import Options
     from .locks.key import Arguments, NamedArguments
 
-__all__ = ("queue_of_call", "queue_reached", "reaches_all")
+__all__ = ("has_own_router", "queue_of_call", "queue_reached", "reaches_all")
 
 #: The kinds of exchanges that pass a message on to each queue that is bound with its very routing key.
 PLAIN_KINDS = ("direct", "topic", "fanout")
+
+
+def has_own_router(app: Celery) -> bool:
+    """Return whether code of the user chooses queues: maybe by arguments, and maybe another one each time."""
+    return any(not isinstance(route, MapRoute) for route in app.amqp.router.routes)
 
 
 def queue_reached(exchange: object, routing_key: str | None, queue: object) -> str:

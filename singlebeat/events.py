@@ -224,7 +224,7 @@ EVENTS: Mapping[str, Event] = {
     "unsent": Event(
         (WARNING,),
         "A message that has to wait for its turn cannot be sent again: ``reason``. If the message was acknowledged, "
-        "the worker tries for a minute, and then the task fails.",
+        "the worker tries for a minute, and then the task fails. Or a call over Redis has reached no queue.",
     ),
     "unconfirmed": Event(
         (WARNING,),

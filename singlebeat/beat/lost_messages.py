@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..broker import bounded, is_one_broker, own_broker
 from ..config import Config
-from ..destination import queue_of_call
+from ..destination import has_own_router, queue_of_call
 from ..errors import ConfigError, LockBackendError
 from ..locks import backend_of, new_backend
 from ..locks.acquire import UNSENT_TTL
@@ -83,6 +83,9 @@ BEFORE_SET_BACK = "before the clock of the locks' server was set back"
 
 #: Why it is not known whether a message waits in a queue.
 BOUND = "it was sent to an exchange, and the broker's bindings decide on its queue"
+
+#: The same if the user's own code chooses the queue of a call that names none, maybe by its arguments.
+ROUTED = "a router of the app has chosen its queue, which may be another than the known ones"
 
 #: Maximum number of messages in a queue in which a message is looked for.
 MOST_READ = 1000
@@ -418,6 +421,8 @@ def _ask(
                 own = _queue_of(app, lock.task)
                 known = sorted((queues | {own or "", lock.near}) - {""})
                 stays[lock.ref] = _Stays(BOUND, True) if own == "" else broker.waits_in(known, lock.ref.task_id)
+                if stays[lock.ref] is None and not lock.near and has_own_router(app):
+                    stays[lock.ref] = _Stays(ROUTED, True)
         open_ = [lock for lock in open_ if not stays.get(lock.ref)]
     if open_:
         replies = broker.ask("query_task", ids=[lock.ref.task_id for lock in open_])

@@ -12,13 +12,12 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from celery.app.routes import MapRoute
 from kombu import Connection
 from kombu.utils.encoding import safe_repr
 
 from ..broker import broker_errors, broker_name, own_broker
 from ..config import Config
-from ..destination import queue_of_call
+from ..destination import has_own_router, queue_of_call
 from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..log import Log
 from . import backend_of, delay_of
@@ -60,6 +59,7 @@ __all__ = (
     "note",
     "note_of_broker",
     "note_of_call",
+    "noted_in",
     "place_named",
     "places_of",
     "plan_call",
@@ -404,13 +404,18 @@ def place_named(
     """
     if not any(options.get(name) or getattr(task, name, None) for name in _DESTINATION):
         return {}
-    if any(not isinstance(route, MapRoute) for route in task.app.amqp.router.routes):
+    if has_own_router(task.app):
         named = options.get("queue") or getattr(task, "queue", None)
         queue = task.app.amqp.queues.aliases.get(named, named)
         return {"near": str(getattr(queue, "name", queue) or "")}
     with suppress(Exception):  # Celery will raise it, too
         return {"queue": queue_of_call(task.app, task.name, options, args, kwargs)}
     return {"queue": ""}
+
+
+def noted_in(call: Call, queue: str) -> Call:
+    """Return the request for a lock with the queue in its note to which the message goes in the same write."""
+    return dataclasses.replace(call, note=json.dumps({**json.loads(call.note or "{}"), "queue": queue}))
 
 
 @lru_cache(maxsize=64)

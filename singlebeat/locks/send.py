@@ -18,9 +18,10 @@ from kombu.exceptions import OperationalError
 
 from ..broker import broker_errors
 from ..errors import LockBackendError
+from ..log import Log
 from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, Marker, collecting, size, takes_outbox
 from . import backend_of
-from .acquire import Granted, Refused, acquire, answered, cancel_releases, free, left_behind, places_of
+from .acquire import Granted, Refused, acquire, answered, cancel_releases, free, left_behind, noted_in, places_of
 from .base import Sending, Verdict
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from .task import LockableTask
 
 __all__ = ("send_call", "send_many", "why_no_outbox", "why_two_writes")
+
+log = Log(__name__)
 
 #: Why calls need two writes.
 ELSEWHERE = "the broker is not on the server of the locks, or a user lacks rights for one write"
@@ -256,6 +259,12 @@ def _write_all(
     return holders
 
 
+def _log_dropped(task: LockableTask, ticket: Ticket) -> None:
+    why = "no queue is bound to its exchange with its routing key"
+    about = {"task": task.name, "id": ticket.task_id, "reason": why}
+    log.warning("%(task)s[%(id)s] reaches no queue, and takes no lock", event="unsent", **about)
+
+
 def _discard(task: LockableTask, task_id: str) -> None:
     """End Celery's wait for the result of a message that is made and not sent."""
     task.app.AsyncResult(task_id)  # its ``__del__`` does that
@@ -313,8 +322,10 @@ class _ManyCalls:
         producer, outbox = collecting(self.producer)
         # Not yet a child of the task that runs here: it may be refused.
         made.result = publish(plan.ticket, producer=producer, retry=False, add_to_parent=False)
-        if outbox.is_full:
-            made.sending = Sending(plan.call, outbox.commands, only=Verdict.ACQUIRED)
+        if outbox.is_full and not outbox.commands:
+            _log_dropped(self.task, plan.ticket)
+        elif outbox.is_full:
+            made.sending = Sending(noted_in(plan.call, outbox.queue), outbox.commands, only=Verdict.ACQUIRED)
             self._characters += size(outbox.commands)
         else:  # the user's own code has sent it over another producer
             self.broker.rule_out(time.monotonic())
@@ -461,10 +472,15 @@ class _OneWrite:
             The result of the sent call, or None; the answer to the call, or None if two writes must send it.
         """
         answer: Holder | None = None
+        is_dropped = False
 
         def write(outbox: Outbox) -> None:
-            nonlocal answer
-            answer = self._answer(replace(sending, commands=outbox.commands))
+            nonlocal answer, is_dropped
+            if not outbox.commands:  # no queue gets it, and kombu says nothing: its lock would wait for an hour
+                is_dropped = True
+                return
+            call = noted_in(sending.call, outbox.queue)
+            answer = self._answer(replace(sending, call=call, commands=outbox.commands))
             if answer is None or not sending.is_granted(answer.verdict):
                 raise _NotSentError
             self.is_written = True
@@ -475,6 +491,9 @@ class _OneWrite:
         except _NotSentError:
             _discard(self.task, granted.ticket.task_id)
             return None, answer
+        if is_dropped:
+            _log_dropped(self.task, granted.ticket)
+            return result, None
         if answer is None:  # the user's own code has sent it over another producer
             self.broker.rule_out(time.monotonic())
             # If it is refused, so is the message at its start. It may have run already.

@@ -444,6 +444,8 @@ def test_a_lock_names_the_broker_of_its_message_however_it_is_sent(server, redis
             case "many by producer":
                 task.apply_async_many([((1,), {}, {})], producer)
             case "exchange":
+                with app.connection_for_write() as here:
+                    app.amqp.queues["celery"](here).declare()
                 task.apply_async((1,), exchange="celery", routing_key="celery")
             case "producer":
                 task.apply_async((1,), producer=producer)
@@ -1017,6 +1019,7 @@ def test_a_message_is_found_in_a_queue_that_only_its_call_or_its_task_names(serv
     """A beat that knows tasks by name, or a command, may know neither; and no worker may read that queue just now."""
     routes = {"task_routes": {"numbered": own["routes"]}} if "routes" in own else {}
     with (
+        connected(before_task_publish, lambda **_: None),  # so lock and message are written apart
         apps(server.celery_url, task_queues=KNOWN, task_create_missing_queues=True, **routes) as app,
         make_app(server.celery_url, {"singlebeat_lost_after": 0.1}) as stranger,
     ):
@@ -1041,11 +1044,36 @@ def test_a_router_of_the_user_is_asked_once_for_each_call(server, redis):
         task = define(app)
         for number in range(4):
             task.delay(number)
-        task.apply_async([4], queue="named")
-        note = json.loads(redis.hget(task.generate_lock(task.name, [4]), "sent"))
+        with connected(before_task_publish, lambda **_: None):  # so lock and message are written apart
+            for number in (4, 5):
+                task.delay(number)
+            task.apply_async([6], queue="named")
+        notes = [json.loads(redis.hget(task.generate_lock(task.name, [number]), "sent")) for number in (1, 4, 6)]
 
-    assert [redis.llen(queue) for queue in ("q0", "q1", "named")] == [2, 2, 1]
-    assert (note["near"], "queue" in note) == ("named", False)
+    assert [redis.llen(queue) for queue in ("q0", "q1", "named")] == [3, 3, 1]
+    assert [(note.get("queue"), note.get("near")) for note in notes] == [("q1", None), (None, None), (None, "named")]
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_call_that_reaches_no_queue_leaves_no_lock(server, redis, many, logged):
+    """Its worker has never run, so that no queue is bound yet: kombu drops the message, also without singlebeat."""
+    way = {"exchange": "late", "routing_key": "k"}
+    with apps(server.celery_url) as app:
+        task = define(app)
+
+        def call() -> Any:
+            return task.apply_async_many([([1], None, way)])[0] if many else task.apply_async([1], **way)
+
+        dropped = call()
+        assert not dropped.is_duplicate
+        assert not locks(redis)
+        assert [told["id"] for told in logged("unsent")] == [dropped.id]
+        with app.connection_for_write() as connection:
+            Queue("late", Exchange("late"), "k")(connection).declare()
+
+        assert not (sent := call()).is_duplicate
+        assert call().id == sent.id
+    assert redis.llen("late") == 1
 
 
 def test_calls_whose_write_was_not_answered_get_no_lock_a_second_time(server, redis):
