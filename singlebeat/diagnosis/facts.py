@@ -171,7 +171,7 @@ def _outdated(app: Celery, name: str, state: ScheduleStatus, *, is_unusable: boo
 
     It is not known if the code of this process is not that of the beats of its app.
     """
-    found = next(Statics(app, schedule_client(app)).outdated([name]), None)
+    found = next(Statics(app, schedule_client(app)).outdated(datetime.fromtimestamp(state.now, UTC), [name]), None)
     if found is None or _statics_of_beats(app, state) != {statics_here(app)}:
         return ""
     return why_outdated(Schedule(app), *found, is_unusable=is_unusable)[1]
@@ -180,7 +180,7 @@ def _outdated(app: Celery, name: str, state: ScheduleStatus, *, is_unusable: boo
 def _why_missing(app: Celery, entries: Schedule, name: str, state: ScheduleStatus) -> str:
     """Return what to add to the error that there is no entry: the trouble that may have kept it away or removed it."""
     statics = Statics(app, schedule_client(app))
-    if name in statics.given and (why := statics.why_unstorable(name)):
+    if name in statics.given and (why := statics.why_unstorable(name, datetime.fromtimestamp(state.now, UTC))):
         return f". It is in beat_schedule, and cannot be stored: {why}"
     if _foreign(entries, name):  # it is said, and no revert would succeed
         return ""

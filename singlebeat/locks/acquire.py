@@ -60,7 +60,7 @@ __all__ = (
     "note_of_broker",
     "note_of_call",
     "noted_in",
-    "place_named",
+    "place_of_call",
     "places_of",
     "plan_call",
     "unlocked_ticket",
@@ -71,9 +71,6 @@ log = Log(__name__)
 #: Seconds that the lock of beat's own call lasts until the call is sent. A beat that dies during a dispatch cannot free
 #: the locks that it has acquired. The next beat frees no lock of an entry that was deleted or edited meanwhile.
 UNSENT_TTL = 60.0
-
-#: Options that name where a message goes.
-_DESTINATION = ("queue", "exchange", "routing_key")
 
 #: Policies by which a call evicts the calls that have not started.
 REPLACING = {Overlap.CANCEL_OTHER, Overlap.TERMINATE_OTHER}
@@ -390,20 +387,18 @@ def note_of_call(
 ) -> str:
     """Return the note of a call that is about to be sent with these options; beat notes the queue once it is sent."""
     delay, is_of_beat = delay_of(options, datetime.now(UTC)), RUN_HEADER in (options.get("headers") or {})
-    where = {} if is_of_beat else place_named(task, options, args, kwargs)
+    where = {} if is_of_beat else place_of_call(task, options, args, kwargs)
     return note(ref, broker=_broker_of(task.app, options), delay=delay, **where)
 
 
-def place_named(
+def place_of_call(
     task: LockableTask, options: Options, args: Arguments | None = None, kwargs: NamedArguments | None = None
 ) -> Mapping[str, str]:
-    """Return what a call or its task says about its queue, as arguments of ``note``; empty if neither says anything.
+    """Return what is known of the queue that a call goes to, as arguments of ``note``.
 
-    A process that looks for the message knows the routes of the app, but maybe neither the call nor the task. An own
-    router of the app is not asked: it may give another answer each time, and may count its calls.
+    A process that looks for the message may be of another app, and know neither the call, nor the task, nor the routes.
+    An own router of the app is not asked: it may give another answer each time, and may count its calls.
     """
-    if not any(options.get(name) or getattr(task, name, None) for name in _DESTINATION):
-        return {}
     if has_own_router(task.app):
         named = options.get("queue") or getattr(task, "queue", None)
         queue = task.app.amqp.queues.aliases.get(named, named)

@@ -21,7 +21,7 @@ from ..config import Config
 from ..errors import DuplicateTaskError, LockBackendError, UnusableLockError
 from ..locks import backend_of, delay_of
 from ..locks import time_to_start as seconds_to_start
-from ..locks.acquire import Refused, free, note, note_of_call, place_named, plan_call, unlocked_ticket
+from ..locks.acquire import Refused, free, note, note_of_call, place_of_call, plan_call, unlocked_ticket
 from ..locks.base import (
     HEADER,
     RUN_HEADER,
@@ -422,14 +422,14 @@ class Singleton(Task):  # type: ignore[misc]
             raise
 
     def _place_from_here(self, options: Options) -> Mapping[str, str]:
-        """Return what is known of the queue of a call that a run makes in its own place, as ``place_named`` does.
+        """Return what is known of the queue of a call that a run makes in its own place, as ``place_of_call`` does.
 
         A retry that names none goes by the exchange by which its run has come.
         """
         exchange, run = (self.request.delivery_info or {}).get("exchange"), getattr(self.request, RUN_HEADER, None)
         if exchange and options.get("exchange") == exchange and isinstance(run, Run):
             return {"queue": run.ticket.brought_by}
-        return place_named(self, options)
+        return place_of_call(self, options)
 
     def _take_back(self, run: Ticket, successor: Ticket) -> None:
         try:

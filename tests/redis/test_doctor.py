@@ -973,9 +973,16 @@ class Unwell(schedule):
     [
         ({"jitter": -1}, "cannot be stored, so the one of before runs: policy: jitter must be"),
         ({"args": [object()]}, "cannot be stored, so the one of before runs: entry 'mine' cannot"),
-        ({"schedule": Unwell(60)}, "the log of beat says why (not_added). Beat tries it again every minute"),
+        (
+            {"schedule": Unwell(60)},
+            "so the one of before runs: entry 'mine' cannot be stored: its next run",
+        ),
+        (
+            {"args": "everybody"},
+            "so the one of before runs: entry 'mine' cannot be stored: definition: args is not",
+        ),
     ],
-    ids=["a typo", "an argument", "a schedule"],
+    ids=["a typo", "an argument", "a schedule", "no comma"],
 )
 def test_a_definition_that_a_deploy_could_not_store_is_named(bench, cli, findings, logged, wrong, why):
     bench.conf["beat_schedule"] = {"mine": {"task": f"{APP}.plain", "schedule": 60.0}}
@@ -987,6 +994,7 @@ def test_a_definition_that_a_deploy_could_not_store_is_named(bench, cli, finding
     deployed = bench.scheduler()
     deployed.tick()
     assert [line["entry"] for line in logged("not_added")] == ["mine"]
+    cli("edit", "mine", "--every", "30", app=deployed.app)  # what it is to be is told, whoever has changed it
 
     ((level, text),) = findings("entry mine", app=deployed.app)
 

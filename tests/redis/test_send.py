@@ -33,14 +33,14 @@ from singlebeat.beat.lost_messages import Waiting, examine
 from singlebeat.errors import DuplicateTaskError, LockBackendError
 from singlebeat.locks import backend_of
 from singlebeat.locks.acquire import unlocked_ticket
-from singlebeat.locks.base import HEADER, Ref, Renewal
+from singlebeat.locks.base import HEADER, Call, Ref, Renewal
 from singlebeat.locks.key import behind_key, turn_key
 from singlebeat.locks.redis import SCRIPTS, RedisBackend
 from singlebeat.locks.send import MOST_MESSAGES, _ManyCalls, _refused, why_two_writes
 from singlebeat.outbox import Senders, collecting
 from singlebeat.overlap import Overlap
 from tests.proxy import LossyProxy
-from tests.support import ROOT, connected, wait_until
+from tests.support import APP, ROOT, connected, wait_until
 from tests.system.apps import make_app
 
 pytestmark = pytest.mark.skipif(not hasattr(Producer, "batch"), reason="kombu 5.7 is the first to hand out commands")
@@ -1003,7 +1003,7 @@ AWAY = {"exchange": "media", "routing_key": "video"}
 @pytest.mark.parametrize(
     ("own", "asked", "queue"),
     [
-        pytest.param({}, {}, None, id="none"),
+        pytest.param({}, {}, "celery", id="none"),
         pytest.param({"queue": "task's"}, {}, "task's", id="the task's"),
         pytest.param({}, {"queue": "call's"}, "call's", id="the call's"),
         pytest.param({"queue": "task's"}, {"queue": "call's"}, "call's", id="both"),
@@ -1032,9 +1032,28 @@ def test_a_message_is_found_in_a_queue_that_only_its_call_or_its_task_names(serv
         (found,) = examine(stranger, [replace(lock, age=60, since=lock.since - 60)])
 
     assert lock.ref.task_id == call.id
-    assert (lock.queue, lock.is_noted) == (queue or "", queue is not None)
+    assert (lock.queue, lock.is_noted) == (queue, True)
     assert not found.outcome, found
-    assert found.queue == ("celery" if queue is None else queue)
+    assert found.queue == queue
+
+
+def test_a_lock_without_a_queue_of_another_app_is_left_to_that(server, redis):
+    """Apps may share the broker and the locks: each beat knows the queues of its own app, and its workers answer."""
+    lost_soon = {"singlebeat_lost_after": 0.1}
+    with apps(server.celery_url) as app, make_app(server.celery_url, lost_soon) as stranger:
+        task, own = define(app), Ref("SINGLETONLOCK_a", "id")
+        locks = [Call(own, name, "", 3600) for name in (task.name, f"{APP}.single")]
+        found = []
+        for call in locks:
+            backend_of(app).acquire_many([call])
+            record = next(record for _, record in backend_of(app).read([own.key]))
+            lock = Waiting.of(own.key, record)
+            found += examine(stranger, [replace(lock, age=600, since=lock.since - 600, left=3000)])
+            redis.delete(own.key)
+
+    assert [(bool(each.outcome), each.in_doubt) for each in found] == [(False, True), (False, True)]
+    assert "none of this app" in found[0].reason
+    assert "no worker answers" in found[1].reason
 
 
 def test_a_router_of_the_user_is_asked_once_for_each_call(server, redis):

@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from ...config import Config
+from ...connections import RedisError
 from ...errors import EntryError
 from ...log import Log
 from ...lua import Script, packed, script
@@ -137,7 +138,7 @@ class Statics:
             return {}
         return {name: apps for name, apps in self._owners(names).items() if self.owner not in apps}
 
-    def unstored(self) -> Set[str]:
+    def unstored(self, now: datetime) -> Set[str]:
         """Return the names of entries in the ``beat_schedule`` of this app that should be stored, and are not.
 
         Another program has removed them, or they cannot be stored. One that was deleted on purpose is none of them.
@@ -152,22 +153,25 @@ class Statics:
                 batch, read_fields(self.client, [self.keys.prefix + name for name in batch]), strict=True
             ):
                 is_taken = isinstance(fields, str)
-                if is_taken or (not any(fields) and (name in owners or self.why_unstorable(name))):
+                if is_taken or (not any(fields) and (name in owners or self.why_unstorable(name, now))):
                     unstored.add(name)
         return unstored
 
-    def why_unstorable(self, name: str) -> str:
-        """Return why an entry of ``beat_schedule`` cannot be stored; empty if it can, or another app has it."""
-        key = self.keys.prefix + name
-        if not self.keys.is_possible(name) or isinstance(read_fields(self.client, [key])[0], str):
-            return f"the key {key} is in use for other data: rename the entry"
+    def why_unstorable(self, name: str, now: datetime) -> str:
+        """Return why an entry of ``beat_schedule`` cannot be stored; empty if it can."""
+        if not self.keys.is_possible(name) or isinstance(read_fields(self.client, [self.keys.prefix + name])[0], str):
+            return f"the key {self.keys.prefix}{name} is in use for other data: rename the entry"
         try:
-            _made(self.app, name, _given(self.app)[name]).encode()
+            entry = _made(self.app, name, _given(self.app)[name])
+            author = self._author
+            saved = save_entries(self.client, self.keys, {name: entry}, now, author, keep_disabled=True, dry_run=True)
+        except RedisError:
+            raise
         except Exception as exc:  # a schedule may raise any exception
             return str(exc) or type(exc).__name__
-        return ""
+        return str(saved[name] or "")
 
-    def outdated(self, among: Collection[str] | None = None) -> Iterator[tuple[str, str]]:
+    def outdated(self, now: datetime, among: Collection[str] | None = None) -> Iterator[tuple[str, str]]:
         """Yield the name of each entry of this app that is stored otherwise than ``beat_schedule`` gives it, and why.
 
         The reason is empty if it can be stored as it is given.
@@ -186,13 +190,11 @@ class Statics:
                 if isinstance(fields, str) or not fields[0]:
                     continue
                 try:
-                    entry = _made(self.app, name, given[name])
-                    entry.encode()
-                except Exception as exc:  # a schedule may raise any exception
-                    yield name, str(exc) or type(exc).__name__
-                else:
-                    if not _is_same(entry, fields[0], fields[2]):
-                        yield name, ""
+                    is_same = _is_same(_made(self.app, name, given[name]), fields[0], fields[2])
+                except Exception:  # a schedule may raise any exception
+                    is_same = False
+                if not is_same:
+                    yield name, self.why_unstorable(name, now)
 
     def _refused(self, names: Collection[str], owners: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
         """Yield the names of entries that another app has stored differently, if apps share the prefix on purpose."""

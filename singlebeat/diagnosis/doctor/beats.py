@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator
+from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -182,7 +183,8 @@ def _apps(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("warning", about, text)
     elif here:
         yield from _removed(app, statics, state)
-        yield from _outdated(app, statics, {*schedule.unusable, *state.quarantine})
+        now = datetime.fromtimestamp(state.now, UTC)
+        yield from _outdated(app, statics, {*schedule.unusable, *state.quarantine}, now)
 
 
 def _removed(app: Celery, statics: Statics, state: ScheduleStatus) -> Iterator[Finding]:
@@ -190,9 +192,10 @@ def _removed(app: Celery, statics: Statics, state: ScheduleStatus) -> Iterator[F
 
     Each term installs them only once.
     """
-    entries, names = Schedule(app), sorted(statics.unstored() - state.quarantine.keys())
+    entries, now = Schedule(app), datetime.fromtimestamp(state.now, UTC)
+    names = sorted(statics.unstored(now) - state.quarantine.keys())
     for name in names[:MOST_NAMED]:
-        if why := statics.why_unstorable(name):
+        if why := statics.why_unstorable(name, now):
             why = f", for it cannot be stored: {why}"
         elif why := why_gone(entries, name).rstrip("."):
             why += ". Or let the next term install it: celery singlebeat resign"
@@ -208,9 +211,9 @@ def _removed(app: Celery, statics: Statics, state: ScheduleStatus) -> Iterator[F
         yield Finding("problem", "entries", text)
 
 
-def _outdated(app: Celery, statics: Statics, unusable: Collection[str]) -> Iterator[Finding]:
+def _outdated(app: Celery, statics: Statics, unusable: Collection[str], now: datetime) -> Iterator[Finding]:
     """Check for entries that are not stored as ``beat_schedule`` gives them."""
-    entries, found = Schedule(app), [*islice(statics.outdated(), MOST_NAMED + 1)]
+    entries, found = Schedule(app), [*islice(statics.outdated(now), MOST_NAMED + 1)]
     for name, why in found[:MOST_NAMED]:
         level, text = why_outdated(entries, name, why, is_unusable=name in unusable)
         yield Finding(level, f"entry {name}", text)
