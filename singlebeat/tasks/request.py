@@ -442,12 +442,12 @@ class Request(celery_request.Request):  # type: ignore[misc]
         if not (self.acknowledged or self._over):
             self._leave_to_next_delivery(at_once=True)
 
-    def _leave_to_next_delivery(self, *, at_once: bool = False) -> None:
+    def _leave_to_next_delivery(self, *, at_once: bool = False, within: float | None = None) -> None:
         # Also for a message that could not start: a server that hung may still grant its lock.
-        if self.ticket is not None:
+        if self.ticket is not None and not (self._over and within is not None):
             self._over = True
             renewer, options = renewer_of(self.app), {"expires": self.expires}
-            ttl = time_to_start(options, queued_ttl=renewer.remember_for, now=datetime.now(UTC))
+            ttl = time_to_start(options, queued_ttl=within or renewer.remember_for, now=datetime.now(UTC))
             ttl = max(REDELIVERED_WITHIN, ttl)
             renewer.hand_over(self, replace(self.ticket.run, nonce=""), ttl=ttl, at_once=at_once)
 
@@ -514,14 +514,16 @@ class Request(celery_request.Request):  # type: ignore[misc]
         """Handle that a process, thread or greenlet takes the run; a run that was terminated before ends here."""
         try:
             super().on_accepted(pid, time_accepted)
-        except BaseException:
-            # A thread cannot be terminated, or a greenlet was killed. Then no body follows, and no end is reported. A
-            # pool of processes reports the end of the run itself.
+        except BaseException as exc:
+            # A thread cannot be terminated, a greenlet was killed, or Celery has failed. Then no body follows, and no
+            # end is reported. A pool of processes reports the end of the run itself.
             if self.ticket is not None and self._in_process:
                 self._has_no_body = True
                 if self._terminate_on_ack is not None:
                     self._end_unstarted(self._terminate_on_ack[1])
                 self.free_if_acknowledged()
+                if isinstance(exc, Exception):  # it is not known whether the broker delivers the message again
+                    self._leave_to_next_delivery(within=renewer_of(self.app).lease)
             elif self.ticket is not None and not self.task.acks_late:
                 self.acknowledge()  # the process runs the task all the same, and its end frees the lock
             raise

@@ -1396,6 +1396,31 @@ def test_a_greenlet_that_is_killed_before_its_body_frees_its_lock(app, deliver, 
     assert result.state == states.REVOKED
 
 
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_a_run_that_celery_fails_to_begin_is_not_renewed(app, deliver, redis, base, monkeypatch):
+    """In a thread, Celery 5.7 asks RabbitMQ for its former prefetch count there, and the connection may be lost."""
+    task = app.task(same, name="app.task", base=base, shared=False)
+    task_id, lock, pool = uuid(), "SINGLETONLOCK_a", SimpleNamespace(uses_semaphore=False, apply_async=Mock())
+    request = deliver(task, ["a"], pool=pool, id=task_id, **{HEADER: {"id": task_id, "key": lock}})
+    backend_of(app).acquire_many([Call(Ref(lock, task_id), task.name, "", 3600)])
+    request.execute_using_pool(pool)
+
+    def fail(self: Request, pid: int, time_accepted: float) -> None:
+        self.time_start = time.time()
+        raise OSError("the connection is lost")
+
+    monkeypatch.setattr("celery.worker.request.Request.on_accepted", fail)
+    with pytest.raises(OSError, match="lost"):
+        request.on_accepted(1, time.monotonic())
+    renewer = renewer_of(app)
+    renewer.flush()
+    renewer._renew(renewer._living())
+
+    assert redis.hget(lock, "state") == "queued"
+    assert 0 < redis.ttl(lock) <= renewer.lease
+    assert not renewer._living()
+
+
 def test_a_termination_without_a_ticket_is_left_to_celery(app, deliver):
     task, task_id, pool = app.task(same, name="app.plain", shared=False), uuid(), ThreadPool(1, app=app)
     request = deliver(task, ["a"], pool=pool, id=task_id)
