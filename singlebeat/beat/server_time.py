@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from ..log import Log
@@ -113,7 +113,7 @@ class ServerTime:
 
 
 def server_now(client: RedisClient, key: str) -> datetime:
-    """Ask the schedule's server for its time, by which commands and programs decide.
+    """Ask the schedule's server for its time, by which commands and programs decide; its next reply is no earlier.
 
     Args:
         client: the client for the schedule.
@@ -122,6 +122,5 @@ def server_now(client: RedisClient, key: str) -> datetime:
     Raises:
         RedisError: the server does not answer.
     """
-    server_time = ServerTime(quiet=True)
-    server_time.ask(client, key)
-    return server_time.now()
+    seconds, microseconds = READ_CLOCK(client, (key,), ())
+    return datetime.fromtimestamp(int(seconds), UTC) + timedelta(microseconds=int(microseconds))

@@ -16,7 +16,7 @@ from celery.schedules import crontab, schedule
 from ..beat.entries.entry import NOTHING, Entry
 from ..beat.entries.policy import EntryPolicy
 from ..beat.entries.schedule_json import why_no_crontab
-from ..beat.entries.statics import OPERATORS
+from ..beat.entries.statics import OPERATORS, Statics
 from ..beat.schedule import Schedule
 from ..beat.server_time import server_now
 from ..beat.status import ScheduleStatus
@@ -300,6 +300,7 @@ def _parse_until(text: str, now: datetime) -> datetime:
         help="With --tag or --all: when the pause ends by itself, such as 18:00 or 2026-12-01T09:00, in UTC unless it "
         "has an offset.",
     ),
+    needs_tasks=False,
 )
 def pause_(
     app: Celery, as_json: bool, name: str | None, tag: str | None, all_: bool, note: str, until: str | None
@@ -325,7 +326,7 @@ def pause_(
     done(as_json, f"{pause}{'; no entry has this tag now' if none else ''}", pause=asdict(pause))
 
 
-@command("resume", *MANY)
+@command("resume", *MANY, needs_tasks=False)
 def resume_(app: Celery, as_json: bool, name: str | None, tag: str | None, all_: bool) -> None:
     """End a pause of an entry, of a tag or of all entries; runs that were due meanwhile are not made up for.
 
@@ -353,6 +354,8 @@ def resume_(app: Celery, as_json: bool, name: str | None, tag: str | None, all_:
             over = entry.timetable.why_over(entry.meta.counts_from, now, count=entry.total_run_count)
     off = f", and still disabled: celery singlebeat edit {shlex.quote(name)} --enable" if disabled else ""
     off += f", and still paused, as {pause}: {pause.resumed_by}" if pause is not None else ""
+    if Statics(app, schedule_client(app)).is_paused(name):
+        off += "; beat_schedule pauses it again when the next term of leadership begins"
     if over:
         off += f", and never runs: {over}. To run it all the same: celery singlebeat trigger {shlex.quote(name)}"
     facts: dict[str, object] = {"disabled": True} if disabled else {}

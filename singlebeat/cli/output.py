@@ -93,7 +93,10 @@ def command(
             if os.environ.get("NO_COLOR") or getattr(ctx.obj, "no_color", False):
                 ctx.color = False  # for all output of click, which prints colours on terminals only
             try:
-                if needs_tasks and (why := load_code(ctx.obj.app)):
+                if not needs_tasks:
+                    with suppress(Exception):  # of a user's receiver, which may add entries to ``beat_schedule``
+                        ctx.obj.app.finalize()
+                elif why := load_code(ctx.obj.app):
                     click.echo(printable(f"Warning: a module of tasks cannot be imported here: {why}"), err=True)
                 function(ctx.obj.app, **kwargs)
             except RedisError as exc:

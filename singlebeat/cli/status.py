@@ -31,7 +31,7 @@ HANDOVER = 15.0
 MOST_COUNTED = 20_000
 
 
-@command("status")
+@command("status", needs_tasks=False)
 def status_(app: Celery, as_json: bool) -> None:
     """Show the leader and the standbys, and how many entries are scheduled, overdue, pending and quarantined.
 
@@ -160,7 +160,7 @@ def health_(app: Celery, as_json: bool, role: str, max_lag: float) -> None:
         click.echo(marked(f"lost: {state.lost}", "warning"))
 
 
-@command("resign")
+@command("resign", needs_tasks=False)
 def resign_(app: Celery, as_json: bool) -> None:
     """End the current term of leadership: a standby leads next, or the same beat if there is no standby.
 

@@ -40,6 +40,7 @@ ROLES = [role.name.lower() for role in Role]
     click.option("--hide-arguments", is_flag=True, help="Show no arguments of tasks."),
     click.option("--add-user", metavar="NAME", help="Only print a line for the users file; asks for a password."),
     click.option("--add-token", metavar="NAME", help="Only print a new bearer token, and its line for the users file."),
+    needs_tasks=False,  # the page imports them itself
 )
 def web_(
     app: Celery,

@@ -6,6 +6,7 @@ import sys
 from contextlib import redirect_stdout
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from ..beat.entries.statics import signature_of
 from ..log import without_passwords
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ("load_code", "statics_here")
 
+#: Why the code of an app could not be imported: it is not tried again, as it may take long and has side effects.
+_failed: WeakKeyDictionary[Celery, str] = WeakKeyDictionary()
+
 
 def load_code(app: Celery) -> str:
     """Import the modules of an app's tasks, as beat and workers do, and return why that failed; empty if it did not.
@@ -22,7 +26,9 @@ def load_code(app: Celery) -> str:
     They define tasks, whose parameters name the arguments to mask and whose options name queues; types of arguments;
     and receivers that add entries to ``beat_schedule``.
     """
-    why = ""
+    why = _failed.get(app, "")
+    if why:
+        return why
     # What a module prints is not the output of a command, which another program may read.
     with redirect_stdout(sys.stderr):
         each = (partial(app.loader.import_task_module, module) for module in app.loader.default_modules)
@@ -32,6 +38,8 @@ def load_code(app: Celery) -> str:
                 load()
             except (Exception, SystemExit) as exc:  # of a user's module
                 why = why or without_passwords(f"{type(exc).__name__}: {exc}")
+    if why:
+        _failed[app] = why
     return why
 
 

@@ -1484,3 +1484,14 @@ def test_a_triggered_run_of_a_quarantined_entry_is_said_to_wait(cli, put, lead, 
     assert "; it is quarantined, and the run is sent once that is over (celery singlebeat explain e)" in told
     assert "claimed and not confirmed, as task " in (explained := cli("explain", "e").output)
     assert ": beat sends it once the entry is usable." in explained
+
+
+@pytest.mark.parametrize("given", [{"paused": True}, {"enabled": False}, {}], ids=str)
+def test_resuming_what_the_code_pauses_says_that_it_comes_again(bench, cli, given):
+    bench.conf["beat_schedule"] = {"mine": {"task": f"{APP}.plain", "schedule": 60.0, **given}}
+    beat = bench.scheduler()
+    beat.tick()
+
+    told = cli("resume", "mine", app=beat.app).output
+
+    assert ("beat_schedule pauses it again when the next term of leadership begins" in told) == bool(given)

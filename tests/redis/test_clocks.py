@@ -11,6 +11,7 @@ import pytest
 from celery.schedules import schedule
 
 from singlebeat import Entry
+from singlebeat.beat import server_time
 from singlebeat.beat.server_time import ServerTime
 from singlebeat.beat.status import ScheduleStatus
 from tests.support import APP
@@ -368,3 +369,22 @@ def test_an_occurrence_is_tried_again_at_once_after_the_clock_was_set_back(set_b
     beat.clock.check(datetime.now(UTC), term)
 
     assert redis.zscore("redbeat::pending", "redbeat:e") == 0
+
+
+def test_a_command_on_a_host_that_is_ahead_takes_no_moment_that_is_to_come(redis, monkeypatch):
+    """A reply over a slow line tells an earlier time: a pause that has just ended would still seem to last."""
+    ask = server_time.READ_CLOCK
+
+    def slowly(*args: object) -> object:
+        time.sleep(0.1)
+        reply = ask(*args)
+        time.sleep(0.1)
+        return reply
+
+    monkeypatch.setattr(server_time, "READ_CLOCK", slowly)
+    ahead = time.time() + 60
+    monkeypatch.setattr(time, "time", lambda: ahead)
+    first = server_time.server_now(redis, "redbeat::schedule")
+    monkeypatch.setattr(server_time, "READ_CLOCK", ask)
+
+    assert first < server_time.server_now(redis, "redbeat::schedule") < first + timedelta(seconds=30)

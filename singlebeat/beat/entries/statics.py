@@ -106,6 +106,13 @@ class Statics:
         """The names of the entries in the ``beat_schedule`` of this app that come from the code."""
         return _given(self.app).keys()
 
+    def is_paused(self, name: str) -> bool:
+        """Return whether the ``beat_schedule`` of this app pauses or disables an entry of its own."""
+        with suppress(Exception):  # it may be anything
+            entry = _made(self.app, name, _given(self.app)[name])
+            return entry.policy.paused or not entry.enabled
+        return False
+
     def keep(self, configured: Collection[str], stored: Collection[str]) -> None:
         """Remember which entries were stored from ``beat_schedule``, and park those that have left it.
 
