@@ -86,16 +86,18 @@ class Outbox:
     def __init__(self, channel: Any, full: Callable[[Outbox], object] | None = None) -> None:
         self.channel, self.commands, self._full = channel, list[Command](), full
         self.is_full = False
+        self._suffix = ""  #: of the queue, for the priority of the message
 
     def expect(self, full: Callable[[Outbox], object] | None = None) -> None:
         """Keep one more message, and call ``full`` with it."""
         self.commands, self._full, self.is_full = [], full, False
 
-    def take(self, message: object, **kwargs: object) -> None:
+    def take(self, message: Mapping[str, Any], **kwargs: object) -> None:
         """Keep the commands of a message, or send it if the outbox is full."""
         if self.is_full:
             self.channel.basic_publish(message, **kwargs)
             return
+        self._suffix = self._suffix_of(message)
         # kombu gives the commands to ``add``, as it does with those of its own batches.
         self.channel.basic_publish(message, _publish_batch=self, **kwargs)
         # Not kept: it mostly leads back to this outbox, a cycle that would keep all entries of a tick.
@@ -114,7 +116,17 @@ class Outbox:
         if len(queues) != 1:
             return ""
         name: str = queues.pop().removeprefix(self.channel.global_keyprefix)
-        return name.partition(self.channel.sep)[0]  # behind it, the priority
+        return name.removesuffix(self._suffix)
+
+    def _suffix_of(self, message: Mapping[str, Any]) -> str:
+        """Return what kombu puts behind the name of a queue for the priority of a message."""
+        channel = self.channel
+        try:
+            number = min(max(int(message["properties"]["priority"]), channel.min_priority), channel.max_priority)
+        except (TypeError, ValueError, KeyError):
+            number = channel.default_priority
+        step = channel.priority(number)
+        return f"{channel.sep}{step}" if step else ""
 
     def send(self, messages: Sequence[Sequence[Command]]) -> list[Exception | None]:
         """Send messages in one round trip; return the server's error for each, None if it has taken the message.
@@ -141,7 +153,7 @@ class _OutboxChannel:
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
 
-    def basic_publish(self, message: object, **kwargs: object) -> None:
+    def basic_publish(self, message: Mapping[str, Any], **kwargs: object) -> None:
         self._outbox.take(message, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -1073,6 +1073,19 @@ def test_a_router_of_the_user_is_asked_once_for_each_call(server, redis):
     assert [(note.get("queue"), note.get("near")) for note in notes] == [("q1", None), (None, None), (None, "named")]
 
 
+@pytest.mark.parametrize("priority", [None, 0, 3, 9, 20])
+@pytest.mark.parametrize("queue", ["shop:bills", "shop:3", "shop"])
+def test_a_lock_notes_a_queue_whose_name_has_the_separator_of_priorities(server, redis, queue, priority):
+    steps = {"sep": ":", "priority_steps": list(range(10)), "queue_order_strategy": "priority"}
+    with apps(server.celery_url, broker_transport_options=steps) as app:
+        task = define(app)
+        task.apply_async([1], queue=queue, priority=priority)
+        note = json.loads(redis.hget(task.generate_lock(task.name, [1]), "sent"))
+
+    assert note["queue"] == queue
+    assert redis.llen(f"{queue}:{min(priority, 9)}" if priority else queue) == 1
+
+
 @pytest.mark.parametrize("many", [False, True])
 def test_a_call_that_reaches_no_queue_leaves_no_lock(server, redis, many, logged):
     """Its worker has never run, so that no queue is bound yet: kombu drops the message, also without singlebeat."""
