@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +68,10 @@ class BeatProducer(Producer):  # type: ignore[misc]
         name = getattr(exchange, "name", exchange)
         if not name or (kind := self.channel.typeof(name)).type == "fanout":  # that reaches those who listen
             return
-        if not kind.lookup(self.channel.get_table(name), name, routing_key or "", None):
-            raise NoQueueError
+        with suppress(KeyError):  # no such exchange
+            if kind.lookup(self.channel.get_table(name), name, routing_key or "", None):
+                return
+        raise NoQueueError
 
     def maybe_declare(self, entity: Any, retry: bool = False, **retry_policy: object) -> Any:
         """Declare a queue or an exchange if it is not declared already."""
