@@ -94,6 +94,8 @@ def _route(
     given = {**(known._get_exec_options() if known is not None else {}), **options}
     route: dict[str, Any] = app.amqp.router.route(given, task, args or (), kwargs or {}, known)
     queue = route.get("queue")
+    if queue is None and route.get("exchange") is None:  # as Celery does for a route that names neither
+        queue = app.amqp.default_queue
     return {**route, "queue": app.amqp.queues[queue] if isinstance(queue, str) else queue}
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..broker import bounded, is_one_broker, own_broker
 from ..config import Config
-from ..destination import has_own_router, queue_of_call
+from ..destination import queue_of_call
 from ..errors import ConfigError, LockBackendError
 from ..locks import backend_of, new_backend
 from ..locks.acquire import UNSENT_TTL
@@ -84,9 +84,8 @@ BEFORE_SET_BACK = "before the clock of the locks' server was set back"
 #: Why it is not known whether a message waits in a queue.
 BOUND = "it was sent to an exchange, and the broker's bindings decide on its queue"
 
-#: The same if its sender has not noted the queue, and the user's own code has chosen it; or may have, in another app.
-ROUTED = "a router of the app has chosen its queue, which may be another than the known ones"
-FOREIGN = "its queue is not noted, and its task is none of this app: it may be in a queue of another app"
+#: The same if none of the known queues has it.
+UNNOTED = "its sender has not noted its queue, which may be another than the known ones: a router chose it, or a retry"
 
 #: Maximum number of messages in a queue in which a message is looked for.
 MOST_READ = 1000
@@ -422,10 +421,7 @@ def _ask(
                 own = _queue_of(app, lock.task)
                 known = sorted((queues | {own or "", lock.near}) - {""})
                 stays[lock.ref] = _Stays(BOUND, True) if own == "" else broker.waits_in(known, lock.ref.task_id)
-                if stays[lock.ref] is None and not lock.near and has_own_router(app):
-                    stays[lock.ref] = _Stays(ROUTED, True)
-                elif stays[lock.ref] is None and lock.task not in app.tasks:
-                    stays[lock.ref] = _Stays(FOREIGN, True)
+                stays[lock.ref] = stays[lock.ref] or _Stays(UNNOTED, True)
         open_ = [lock for lock in open_ if not stays.get(lock.ref)]
     if open_:
         replies = broker.ask("query_task", ids=[lock.ref.task_id for lock in open_])

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from celery.exceptions import SoftTimeLimitExceeded
 from kombu import Connection
 from kombu.utils.encoding import safe_repr
 
@@ -403,9 +404,12 @@ def place_of_call(
         named = options.get("queue") or getattr(task, "queue", None)
         queue = task.app.amqp.queues.aliases.get(named, named)
         return {"near": str(getattr(queue, "name", queue) or "")}
-    with suppress(Exception):  # Celery will raise it, too
+    try:
         return {"queue": queue_of_call(task.app, task.name, options, args, kwargs)}
-    return {"queue": ""}
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception:  # Celery will raise it, too
+        return {"queue": ""}
 
 
 def noted_in(call: Call, queue: str) -> Call:

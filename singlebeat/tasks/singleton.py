@@ -254,13 +254,18 @@ class Singleton(Task):  # type: ignore[misc]
         return self._duplicate(sent.holder, args, kwargs, overlap, given) if isinstance(sent, Refused) else sent
 
     def _own_ticket(self, task_id: str, options: Options) -> Ticket | None:
-        """Return the ticket that the headers of a call hold; in a retry, that of the run that makes it.
+        """Return the ticket that a call has already: from beat, or of the run that makes it as its retry.
 
-        Its sender may have put a copy of the headers into the message (Sentry does), which Celery passes to the retry.
+        What a run passes on of its headers says nothing: its sender may have written only some (Sentry does), and a
+        task that replaces another gets the headers and the id of that.
         """
-        ticket = Ticket.of_message(options.get("headers") or {}, task_id)
-        run = getattr(self.request, RUN_HEADER, None) if ticket is not None and self.request_stack is not None else None
-        return run.ticket if isinstance(run, Run) and run.ticket.task_id == task_id else ticket
+        maker = self.app.current_worker_task
+        if maker is None or maker.request.id != task_id:
+            return Ticket.of_message(options.get("headers") or {}, task_id)
+        run = getattr(self.request, RUN_HEADER, None) if self.request_stack is not None else None
+        nesting = (each.get("replaced_task_nesting") or 0 for each in (options, vars(maker.request)))
+        is_retry = len({*nesting}) == 1 and (options.get("retries") or 0) > maker.request.retries
+        return run.ticket if is_retry and isinstance(run, Run) and run.ticket.task_id == task_id else None
 
     def _is_awaited(self, options: Options, *, has_new_id: bool) -> bool:
         """Return whether a chain, a chord or the like waits for a call; often Celery makes it, and would hear no error.

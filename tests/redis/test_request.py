@@ -256,6 +256,51 @@ def test_a_retry_keeps_its_lock_though_its_sender_has_copied_the_headers(app, de
     assert redis.hmget(lock, "state", "gen") == ["queued", "2"]
 
 
+def calls_and_retries(self: Any, value: str) -> None:
+    """Retry with arguments whose lock an equal call holds by then, and with headers of its own."""
+    self.apply_async([value], task_id="another")
+    raise self.retry(args=[value], headers={"user": "u"}, countdown=0)
+
+
+@pytest.mark.parametrize("lock", [mode for mode in LockMode if mode != LockMode.UNTIL_EXPIRED])
+def test_a_retry_with_headers_of_its_own_is_no_new_call(app, deliver, redis, lock):
+    """So it is with an older Sentry in the sender: what it puts into the message replaces the headers of the retry."""
+    task = app.task(calls_and_retries, name="app.calls", bind=True, base=Singleton, shared=False, lock=lock)
+    first = task.delay("a")
+    request = deliver(task)
+
+    started(request)
+    renewer_of(app).flush()
+
+    sent = [(headers["id"], headers["retries"]) for headers in (json.loads(raw)["headers"] for raw in queued(redis))]
+    assert (first.id, 1) in sent
+    assert len(sent) <= 2
+
+
+def replaces_itself_by(self: Any, other: str) -> None:
+    """Pass its headers on, with its ticket among them."""
+    raise self.replace(self.app.tasks[other].si("a").set(headers={HEADER: vars(self.request)[HEADER]}))
+
+
+def test_a_task_that_replaces_another_has_a_lock_of_its_own(app, deliver, redis):
+    other = task_of(app)
+    task = app.task(replaces_itself_by, name="app.replaced", bind=True, base=Singleton, shared=False)
+    first = task.delay(other.name)
+
+    started(deliver(task))
+    renewer_of(app).flush()
+
+    (message,) = (json.loads(raw)["headers"] for raw in queued(redis))
+    assert message["id"] == first.id
+    assert message[HEADER]["key"] == other.generate_lock(other.name, ["a"])
+    assert other.delay("a").id == first.id, "a duplicate"
+
+
+def queued(redis: Any) -> list[str]:
+    """Return the messages in the default queue."""
+    return list(redis.lrange("celery", 0, -1))
+
+
 @pytest.mark.parametrize(("expires", "least", "most"), [(None, 3000, 3600), (100, 40, 100), (-1, 0, 5)])
 def test_the_lock_of_a_requeued_message_ends_with_the_message(app, deliver, redis, expires, least, most):
     """RabbitMQ drops a requeued message that has expired: no worker would ever free its lock."""

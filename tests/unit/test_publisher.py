@@ -32,6 +32,7 @@ def test_a_run_must_reach_a_queue(monkeypatch, driver, confirms, options, mandat
     transport = SimpleNamespace(driver_name=driver)
     connection = SimpleNamespace(transport=transport, transport_options={"confirm_publish": confirms})
     monkeypatch.setattr(Producer, "connection", connection)
+    monkeypatch.setattr(Producer, "channel", None)
     producer = object.__new__(BeatProducer)
 
     producer.publish(**options)
