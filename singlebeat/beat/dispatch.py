@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -266,7 +267,8 @@ class Dispatcher:
     def begun(self, claimed: Sequence[ClaimedOccurrence]) -> Mapping[str, bool | None]:
         """Return by id whether the runs of occurrences have begun or ended: an earlier try has sent their messages.
 
-        It is None if the locks' server does not answer. An occurrence that has no lock is left out.
+        It is None if the locks' server does not answer. An occurrence that has no lock is left out. Of the others, no
+        run begins from now on, if a message waits in its queue.
         """
         messages, _ = prepare(self.app, self.report_each(claimed), looked_after=True)
         calls = [  # for the locks that the runs hold, which are others than those of their messages in some lock modes
@@ -285,7 +287,9 @@ class Dispatcher:
         except LockBackendError:
             return dict.fromkeys(call.ref.task_id for call in calls)
         begun = {call.ref: has_begun(call.ref, holder) for call, holder in zip(calls, holders, strict=True)}
-        self.release(*(ref for ref, is_begun in begun.items() if not is_begun))
+        with suppress(LockBackendError):  # their locks end by themselves
+            refs, remember_for = [ref for ref in begun if not begun[ref]], Config.of(self.app).singlebeat_queued_ttl
+            backend_of(self.app).finish_many(refs, remember_for=remember_for, ran=True)
         return {ref.task_id: is_begun for ref, is_begun in begun.items()}
 
     def free(self, claimed: Sequence[ClaimedOccurrence]) -> None:
