@@ -66,6 +66,29 @@ def test_the_lock_of_a_killed_worker_ends_with_its_lease(celery, oracle, redis, 
     assert [run.id for run in oracle.wait_started(2)] == [first.id, again.id]
 
 
+WITH_HEADERS = """
+from tests.system.apps import app
+
+@app.task(bind=True, name="retries_with_headers", max_retries=1)
+def retries(self):
+    if not self.request.retries:
+        raise self.retry(countdown=0, headers={"user": "u"})
+"""
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_a_plain_task_that_retries_with_headers_of_its_own_frees_its_lock(pool, celery, app, redis, tmp_path):
+    (tmp_path / "with_headers.py").write_text(WITH_HEADERS)
+    celery("worker", "-c", "1", "-P", pool, app="with_headers").ready()
+    due = {"task": "retries_with_headers", "schedule": schedule(0.5)}
+    celery("beat", app="with_headers", conf={"beat_schedule": {"e": due}})
+
+    def ended() -> bool:
+        return len([record for record in Schedule(app).history("e") if record.decision == "dispatched"]) >= 4
+
+    wait_until(ended, timeout=30, what="four runs, none of which was in the way of another for long")
+
+
 @pytest.mark.parametrize("follows", ["chain", "link"])
 def test_what_follows_a_run_comes_though_its_worker_dies_before_it_is_sent(follows, celery, app, oracle, redis):
     """The message comes again and runs again, as without a lock: else the rest of its chain would never run."""
