@@ -87,6 +87,9 @@ BOUND = "it was sent to an exchange, and the broker's bindings decide on its que
 #: The same if none of the known queues has it.
 UNNOTED = "its sender has not noted its queue, which may be another than the known ones: a router chose it, or a retry"
 
+#: What kombu, or an app as in Celery's manual, puts between a queue and a priority in Redis.
+SEPARATORS = ("\x06\x16", ":")
+
 #: Maximum number of messages in a queue in which a message is looked for.
 MOST_READ = 1000
 
@@ -540,9 +543,9 @@ class _Broker:
     def _read(self, queue: str) -> Sequence[bytes]:
         """Return the messages in a queue in Redis, of all priorities; empty if there are too many, or by its ACL."""
         with self._connection.channel() as channel, channel.client.pipeline(transaction=False) as pipe:
-            for priority in channel.priority_steps:
+            for key in _lists_of(channel, queue):
                 # kombu puts its prefix before the keys of the commands that it uses itself.
-                pipe.lrange(f"{channel.global_keyprefix}{channel._q_for_pri(queue, priority)}", 0, MOST_READ)
+                pipe.lrange(f"{channel.global_keyprefix}{key}", 0, MOST_READ)
             lists = pipe.execute(raise_on_error=False)
         if any(isinstance(each, Exception) or len(each) > MOST_READ for each in lists):
             return ()
@@ -558,8 +561,10 @@ class _Broker:
     def _ask_count(self, channel: Any, queue: str) -> int:
         if self._connection.transport.driver_name == "redis":
             # kombu's passive declare looks for a list without the prefix of its keys, and finds none.
-            size: int = channel._size(queue)
-            return size
+            with channel.client.pipeline(transaction=False) as pipe:
+                for key in _lists_of(channel, queue):
+                    pipe.llen(f"{channel.global_keyprefix}{key}")
+                return sum(pipe.execute())
         try:
             count: int = channel.queue_declare(queue=queue, passive=True).message_count
         except (*self._connection.channel_errors, *self._connection.connection_errors) as exc:
@@ -567,6 +572,16 @@ class _Broker:
                 raise
             return 0  # there is no such queue
         return count
+
+
+def _lists_of(channel: Any, queue: str) -> Sequence[str]:
+    """Return the keys of Redis in which messages of a queue may be, of all priorities.
+
+    The message may be of another app, with other priorities and another separator; those in Celery's manual are known.
+    """
+    own = {channel._q_for_pri(queue, priority) for priority in channel.priority_steps}
+    others = {f"{queue}{separator}{priority}" for separator in SEPARATORS for priority in range(1, 10)}
+    return sorted({queue} | own | others)
 
 
 class LostMessages:

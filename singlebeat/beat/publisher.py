@@ -125,9 +125,13 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
         try:
             return self.apply_async(entry, advance=False)
         except SchedulingError as exc:
-            if not any(map(reaches_no_queue, causes(exc))):
+            if not any(reaches_no_queue(cause) or isinstance(cause, NoQueueError) for cause in causes(exc)):
                 raise
-        # Its queue may have been deleted since this process has declared it: the new channel declares it again.
+        # Its queue may have been deleted, or its bindings in Redis, since this process has declared it.
+        self.connection.declared_entities.clear()
+        if isinstance(channel := self.producer.channel, Channel):
+            channel.state.bindings.clear()
+            channel.state.queue_index.clear()
         return self.apply_async(entry, advance=False)
 
     @contextmanager

@@ -317,12 +317,12 @@ class RedisBackend(BaseBackend):
     def suspect(self, place: str, lock: str) -> None:
         """Record at the key ``place`` that the message of a lock may be lost; the lock has refused a call."""
         with self._reaching(), self.redis.pipeline(transaction=False) as pipe:
-            pipe.zadd(place, {lock: 0})
+            pipe.zadd(place, {lock: time.time()}, nx=True)
             pipe.pexpire(place, _ms(SUSPECTED_FOR))
             pipe.execute()
 
     def suspects(self, place: str, count: int) -> Sequence[str]:
-        """Return and remove up to ``count`` of the locks that ``suspect`` recorded."""
+        """Return and remove up to ``count`` of the locks that ``suspect`` recorded, the oldest first."""
         with self._reaching():
             noted: list[str] = self.redis.zrange(place, 0, count - 1)
             if noted:

@@ -1924,3 +1924,14 @@ def test_a_successor_holds_the_lock_of_the_run_while_it_waits():
     successor = Ticket("a", LOCK, f"{LOCK}:next", nonce="n1").successor(2)
 
     assert successor.refs == (Ref(LOCK, "a", 2),)
+
+
+def test_the_lock_that_was_suspected_first_is_examined_first(redis, server):
+    """Else calls that are made again and again keep others from their turn."""
+    backend = RedisBackend(server.url)
+    for lock in ("z", "b", "a", "z"):
+        backend.suspect("place", lock)
+
+    assert [*backend.suspects("place", 2)] == ["z", "b"]
+    backend.suspect("place", "b")
+    assert [*backend.suspects("place", 2)] == ["a", "b"]

@@ -768,6 +768,23 @@ def test_a_message_that_reaches_no_queue_waits_for_one(
     assert {each["entry"]: each["decision"] for each in bench.history} == {"a": "dispatched", "b": "dispatched"}
 
 
+def test_a_queue_is_bound_again_after_its_bindings_were_flushed(server, redis, own_server, bench_on):
+    """Its worker reads on, and declares it only when it starts."""
+    topic = Queue("news", Exchange("news", "topic"), "news.#")
+    bench = bench_on(server, broker_url=own_server.celery_url, task_queues=[topic])
+    bench.put("a", options={"queue": "news", "routing_key": "news.a"})
+    bench.tick()
+    own_server.client().flushall()
+
+    bench.make_due("a")
+    for _ in range(2):
+        bench.retry_now()
+        bench.tick()
+
+    assert bench.decisions == ["dispatched"] * 2
+    assert own_server.client().llen("news") == 1
+
+
 def test_what_is_made_before_a_server_fails_is_written(bench, monkeypatch):
     for name in ("a", "b", "c"):
         bench.put(name)

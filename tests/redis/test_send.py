@@ -1086,6 +1086,25 @@ def test_a_lock_notes_a_queue_whose_name_has_the_separator_of_priorities(server,
     assert redis.llen(f"{queue}:{min(priority, 9)}" if priority else queue) == 1
 
 
+@pytest.mark.parametrize("options", [{"priority_steps": list(range(10))}, {"sep": ":"}, {}], ids=str)
+@pytest.mark.parametrize("priority", [5, 9])
+def test_a_message_is_found_whatever_the_priorities_of_its_app(server, redis, options, priority):
+    """Apps may share the broker and the locks: another one searches with its own settings."""
+    lost_soon = {"singlebeat_lost_after": 0.1}
+    with (
+        apps(server.celery_url, broker_transport_options=options) as app,
+        make_app(server.celery_url, lost_soon) as stranger,
+    ):
+        task = define(app)
+        task.apply_async([1], queue="shop", priority=priority)
+        key = task.generate_lock(task.name, [1])
+        lock = Waiting.of(key, next(record for _, record in backend_of(app).read([key])))
+        (found,) = examine(stranger, [replace(lock, age=600, since=lock.since - 600, left=3000)])
+
+    assert redis.exists("shop") == 0
+    assert (found.outcome, found.queue) == ("", "shop")
+
+
 @pytest.mark.parametrize("many", [False, True])
 def test_a_call_that_reaches_no_queue_leaves_no_lock(server, redis, many, logged):
     """Its worker has never run, so that no queue is bound yet: kombu drops the message, also without singlebeat."""
