@@ -563,7 +563,7 @@ class _Broker:
             # kombu's passive declare looks for a list without the prefix of its keys, and finds none.
             with channel.client.pipeline(transaction=False) as pipe:
                 for key in _lists_of(channel, queue):
-                    pipe.llen(f"{channel.global_keyprefix}{key}")
+                    pipe.llen(key)  # kombu puts its prefix before it
                 return sum(pipe.execute())
         try:
             count: int = channel.queue_declare(queue=queue, passive=True).message_count
