@@ -994,7 +994,7 @@ def test_a_definition_that_a_deploy_could_not_store_is_named(bench, cli, finding
     deployed = bench.scheduler()
     deployed.tick()
     assert [line["entry"] for line in logged("not_added")] == ["mine"]
-    cli("edit", "mine", "--every", "30", app=deployed.app)  # what it is to be is told, whoever has changed it
+    cli("edit", "mine", "--every", "30", app=deployed.app)  # it is told all the same
 
     ((level, text),) = findings("entry mine", app=deployed.app)
 
