@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -118,7 +117,9 @@ class Dispatcher:
         plain = [each for each in claimed if self.needs_worker(each)]
         looked_after = bool(plain) and self._ask_for_workers()
         if not looked_after:  # a lock may have been acquired while a worker was seen
-            self._free_locks([each for each in plain if each.stored.pending is not None])
+            pending = [each for each in plain if each.stored.pending is not None]
+            messages, _ = prepare(self.app, self.report_each(pending), looked_after=True)
+            self.release(*(lock for message in messages for lock in message.locks))
         return looked_after
 
     def needs_worker(self, claimed: ClaimedOccurrence) -> bool:
@@ -246,14 +247,19 @@ class Dispatcher:
         log_decision(decision, self._timestamp())
         return message.claimed.confirmation(decision)
 
-    def release(self, *locks: Ref) -> None:
-        """Free locks, later if their server does not answer."""
+    def release(self, *locks: Ref, is_over: bool = False) -> None:
+        """Free locks, later if their server does not answer.
+
+        Args:
+            is_over: remember that their runs are over: none begins under them from now on.
+        """
         if not locks:
             return
         self.progress()
+        remember_for = Config.of(self.app).singlebeat_queued_ttl
         try:
             with self.failures.asking_locks():
-                backend_of(self.app).finish_many(locks, remember_for=Config.of(self.app).singlebeat_queued_ttl)
+                backend_of(self.app).finish_many(locks, remember_for=remember_for, ran=is_over)
         except LockBackendError:
             self.release_later(locks)
         except ConfigError:  # then there are no locks
@@ -267,15 +273,11 @@ class Dispatcher:
     def begun(self, claimed: Sequence[ClaimedOccurrence]) -> Mapping[str, bool | None]:
         """Return by id whether the runs of occurrences have begun or ended: an earlier try has sent their messages.
 
-        It is None if the locks' server does not answer. An occurrence that has no lock is left out. Of the others, no
-        run begins from now on, if a message waits in its queue.
+        It is None if the locks' server does not answer. An occurrence that has no lock is left out. The others have
+        their locks until ``free``.
         """
         messages, _ = prepare(self.app, self.report_each(claimed), looked_after=True)
-        calls = [  # for the locks that the runs hold, which are others than those of their messages in some lock modes
-            Call(Ref(message.plan.ticket.key, message.occurrence.id), message.entry.task, "", UNSENT_TTL)
-            for message in messages
-            if message.plan is not None
-        ]
+        calls = [Call(ref, message.entry.task, "", UNSENT_TTL) for message in messages for ref in message.run_locks]
         if not calls:
             return {}
         self.progress()
@@ -286,19 +288,13 @@ class Dispatcher:
             return {}
         except LockBackendError:
             return dict.fromkeys(call.ref.task_id for call in calls)
-        begun = {call.ref: has_begun(call.ref, holder) for call, holder in zip(calls, holders, strict=True)}
-        with suppress(LockBackendError):  # their locks end by themselves
-            refs, remember_for = [ref for ref in begun if not begun[ref]], Config.of(self.app).singlebeat_queued_ttl
-            backend_of(self.app).finish_many(refs, remember_for=remember_for, ran=True)
-        return {ref.task_id: is_begun for ref, is_begun in begun.items()}
+        return {call.ref.task_id: has_begun(call.ref, holder) for call, holder in zip(calls, holders, strict=True)}
 
     def free(self, claimed: Sequence[ClaimedOccurrence]) -> None:
-        """Free the locks of occurrences that are not to be sent after all."""
+        """Free the locks of occurrences that are not to be sent after all; a message of an earlier try is refused."""
         self.failures.backoff.forget(*(each.stored.entry.key for each in claimed))
-        self._free_locks(claimed)
-
-    def _free_locks(self, claimed: Sequence[ClaimedOccurrence]) -> None:
         messages, _ = prepare(self.app, self.report_each(claimed), looked_after=True)
+        self.release(*(lock for message in messages for lock in message.run_locks), is_over=True)
         self.release(*(lock for message in messages for lock in message.locks))
 
 

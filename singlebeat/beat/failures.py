@@ -36,6 +36,7 @@ __all__ = (
     "in_words",
     "is_refusal",
     "is_transient",
+    "is_without_queue",
     "unsendable",
 )
 
@@ -74,7 +75,7 @@ def is_transient(exc: Exception) -> bool:
     The server is unreachable, or refuses what it may allow later.
     """
     return any(
-        (isinstance(cause, UNREACHABLE) and not _is_of_message(cause)) or may_pass(cause) or _is_without_queue(cause)
+        (isinstance(cause, UNREACHABLE) and not _is_of_message(cause)) or may_pass(cause) or is_without_queue(cause)
         for cause in causes(exc)
     )
 
@@ -114,7 +115,8 @@ def unsendable(exc: Exception) -> str:
     return str(safe_repr(exc.__context__ or exc))
 
 
-def _is_without_queue(exc: BaseException) -> bool:
+def is_without_queue(exc: BaseException) -> bool:
+    """Return whether the broker has no queue for a message."""
     return isinstance(exc, NoQueueError) or reaches_no_queue(exc)
 
 
@@ -148,7 +150,7 @@ class Failures:
 
     def is_refused(self, message: Message, exc: Exception) -> bool:
         """Return whether the broker answers and does not take one message for now; log it now and then."""
-        if not any(is_of_one_message(cause) or _is_without_queue(cause) for cause in causes(exc)):
+        if not any(is_of_one_message(cause) or is_without_queue(cause) for cause in causes(exc)):
             return False
         if self.backoff.refused(message.entry.key):
             self._log_refusal(message, exc)
@@ -163,7 +165,7 @@ class Failures:
     def _log_refusal(self, message: Message, exc: Exception) -> None:
         text = "beat: %(server)s answers, and does not take the message of %(entry)s, which stays pending"
         about = {"server": _server_of(exc), "entry": message.entry.name}
-        advice = f": {NO_QUEUE}" if any(map(_is_without_queue, causes(exc))) else ""
+        advice = f": {NO_QUEUE}" if any(map(is_without_queue, causes(exc))) else ""
         log.error(text, event="refused", **about, reason=f"{in_words(exc)}{advice}")
 
     def note(self, exc: Exception, *keys: str) -> None:

@@ -424,16 +424,16 @@ def _ask(
                 own = _queue_of(app, lock.task)
                 known = sorted((queues | {own or "", lock.near}) - {""})
                 stays[lock.ref] = _Stays(BOUND, True) if own == "" else broker.waits_in(known, lock.ref.task_id)
-                stays[lock.ref] = stays[lock.ref] or _Stays(UNNOTED, True)
         open_ = [lock for lock in open_ if not stays.get(lock.ref)]
     if open_:
         replies = broker.ask("query_task", ids=[lock.ref.task_id for lock in open_])
         answers.note(replies)
         silent = sorted(expected - replies.keys())
-        stays |= {lock.ref: _who_may_have(lock, replies, silent, leaving) for lock in open_}
+        for lock in open_:
+            unnoted = None if lock.queue else _Stays(UNNOTED, True)
+            stays[lock.ref] = _who_may_have(lock, replies, silent, leaving) or unnoted
     for lock in locks:
-        where = f"its queue {lock.queue}" if lock.queue else "any known queue"
-        gone = f"no worker that answers has its message, and it is not in {where}"
+        gone = f"no worker that answers has its message, and it is not in its queue {lock.queue}"
         why = stays.get(lock.ref)
         yield Found(lock, "", *why) if why else Found(lock, MESSAGE_LOST, gone)
 

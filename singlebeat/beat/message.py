@@ -123,6 +123,11 @@ class Message:
         places = (self.key, behind_key(self.key)) if self.key and not self.without_lock else ()
         return [Ref(place, self.occurrence.id) for place in places]
 
+    @property
+    def run_locks(self) -> list[Ref]:
+        """The lock that its run holds, which in some lock modes is another than that of the message; empty if none."""
+        return [] if self.plan is None else [Ref(self.plan.ticket.key, self.occurrence.id)]
+
 
 def _is_by_others(owner: object, method: str) -> bool:
     """Return whether a method of an app or a task is neither Celery's nor ours."""

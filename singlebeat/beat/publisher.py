@@ -16,9 +16,9 @@ from kombu.utils.encoding import safe_repr
 from ..broker import BrokerConnection
 from ..locks.base import RUN_HEADER
 from ..outbox import collecting, takes_outbox
-from ..rabbitmq_errors import is_of_one_message, reaches_no_queue
+from ..rabbitmq_errors import is_of_one_message
 from .calendar.recurrence import ENDING
-from .failures import NoQueueError, causes
+from .failures import NoQueueError, causes, is_without_queue
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult
@@ -125,7 +125,7 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
         try:
             return self.apply_async(entry, advance=False)
         except SchedulingError as exc:
-            if not any(reaches_no_queue(cause) or isinstance(cause, NoQueueError) for cause in causes(exc)):
+            if not any(map(is_without_queue, causes(exc))):
                 raise
         # Its queue may have been deleted, or its bindings in Redis, since this process has declared it.
         self.connection.declared_entities.clear()
@@ -173,7 +173,6 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
     def _forget_channel(self) -> None:
         """Forget the channel on which RabbitMQ has refused a message: it may be closed, or hold a late confirmation."""
         producer = self.__dict__.pop("producer", None)
-        self.connection.declared_entities.clear()
         if producer is not None:
             self.connection.maybe_close_channel(producer.channel)
 

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary
@@ -185,6 +186,15 @@ class Renewer:
                 return
         if self._handovers.qsize() < MOST_ENDS:
             self._handovers.put(handover)
+            self._wake.put(None)
+
+    def leave(self, request: Request) -> None:
+        """Leave the lock of a request that never runs to its next delivery for a lease, if the broker makes one."""
+        self._requests.pop(id(request), None)
+        if request.ticket is not None:
+            next_one = replace(request.ticket.run, nonce="")
+            for held in (request.ticket.run, next_one):  # the lock of its run, or of its message
+                self._handovers.put(_Handover(held, next_one, self.lease, ""))
             self._wake.put(None)
 
     def call_later(self, seconds: float, do: Callable[[], None]) -> None:

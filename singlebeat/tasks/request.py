@@ -442,12 +442,12 @@ class Request(celery_request.Request):  # type: ignore[misc]
         if not (self.acknowledged or self._over):
             self._leave_to_next_delivery(at_once=True)
 
-    def _leave_to_next_delivery(self, *, at_once: bool = False, within: float | None = None) -> None:
+    def _leave_to_next_delivery(self, *, at_once: bool = False) -> None:
         # Also for a message that could not start: a server that hung may still grant its lock.
-        if self.ticket is not None and not (self._over and within is not None):
+        if self.ticket is not None:
             self._over = True
             renewer, options = renewer_of(self.app), {"expires": self.expires}
-            ttl = time_to_start(options, queued_ttl=within or renewer.remember_for, now=datetime.now(UTC))
+            ttl = time_to_start(options, queued_ttl=renewer.remember_for, now=datetime.now(UTC))
             ttl = max(REDELIVERED_WITHIN, ttl)
             renewer.hand_over(self, replace(self.ticket.run, nonce=""), ttl=ttl, at_once=at_once)
 
@@ -522,8 +522,9 @@ class Request(celery_request.Request):  # type: ignore[misc]
                 if self._terminate_on_ack is not None:
                     self._end_unstarted(self._terminate_on_ack[1])
                 self.free_if_acknowledged()
-                if isinstance(exc, Exception):  # it is not known whether the broker delivers the message again
-                    self._leave_to_next_delivery(within=renewer_of(self.app).lease)
+                if isinstance(exc, Exception) and not self._over:
+                    self._over = True
+                    renewer_of(self.app).leave(self)
             elif self.ticket is not None and not self.task.acks_late:
                 self.acknowledge()  # the process runs the task all the same, and its end frees the lock
             raise

@@ -1455,15 +1455,17 @@ def test_a_run_that_celery_fails_to_begin_is_not_renewed(app, deliver, redis, ba
         raise OSError("the connection is lost")
 
     monkeypatch.setattr("celery.worker.request.Request.on_accepted", fail)
+    renewer = renewer_of(app)
     with pytest.raises(OSError, match="lost"):
         request.on_accepted(1, time.monotonic())
-    renewer = renewer_of(app)
     renewer.flush()
-    renewer._renew(renewer._living())
 
+    assert not renewer._living()
     assert redis.hget(lock, "state") == "queued"
     assert 0 < redis.ttl(lock) <= renewer.lease
-    assert not renewer._living()
+    about = {"lease": 60, "remember_for": 60, "task": task.name, "arguments": ""}
+    again = backend_of(app).begin(Ref(lock, task_id, nonce="another delivery"), **about)
+    assert again.verdict is Verdict.STARTED, "the broker may deliver it again"
 
 
 def test_a_termination_without_a_ticket_is_left_to_celery(app, deliver):

@@ -1794,6 +1794,27 @@ def test_a_run_that_was_sent_is_not_missed_and_its_lock_stays(server, redis, own
     assert not backoff.failures_of(entry.key), "its next time would come last"
 
 
+def test_a_late_run_may_yet_be_sent_if_its_decision_was_not_stored(server, redis, own_server, bench_on, monkeypatch):
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    entry = bench.put(task=SINGLE)
+    scheduler = bench.scheduler()
+    own_server.kill()
+    scheduler.tick()
+    redis.hset(entry.key, "policy", '{"paused": true}')
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.store, "confirm", Mock(side_effect=RedisConnectionError("away")))
+        bench.retry_now()
+        scheduler.tick()
+    redis.hdel(entry.key, "policy")
+    own_server.restart()
+
+    bench.retry_now()
+    wait_until(lambda: scheduler.tick() and bench.decisions, timeout=30, what="a decision")
+
+    assert bench.decisions == ["dispatched"]
+    assert own_server.client().llen(QUEUE) == 1
+
+
 def named(name: str) -> None: ...
 
 

@@ -29,6 +29,7 @@ from kombu.transport.redis import Channel
 from redis import Redis
 
 from singlebeat import Singleton, outbox
+from singlebeat.beat import lost_messages
 from singlebeat.beat.lost_messages import UNNOTED, Waiting, examine
 from singlebeat.errors import DuplicateTaskError, LockBackendError
 from singlebeat.locks import backend_of
@@ -1038,9 +1039,10 @@ def test_a_message_is_found_in_a_queue_that_only_its_call_names(server, redis, o
     assert found.queue == queue
 
 
-def test_a_lock_without_a_queue_is_in_doubt_for_each_app(server, redis):
+def test_a_lock_without_a_queue_is_in_doubt_for_each_app(server, redis, monkeypatch):
     """Apps may share tasks, the broker and the locks: each knows the queues of its own, and its workers answer."""
     lost_soon = {"singlebeat_lost_after": 0.1}
+    monkeypatch.setattr(lost_messages._Broker, "ask", lambda *_, **__: {"w@h": {}})
     with apps(server.celery_url) as app, make_app(server.celery_url, lost_soon) as stranger:
         task, own = define(app), Ref("SINGLETONLOCK_a", "id")
         locks = [Call(own, name, "", 3600) for name in (task.name, f"{APP}.single")]

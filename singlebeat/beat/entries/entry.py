@@ -120,9 +120,11 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
 def _is_interval(when: object) -> bool:
     if isinstance(when, bool) or not isinstance(when, int | float | timedelta):
         return False
-    with suppress(ValueError, OverflowError):
-        return isinstance(when, timedelta) or isinstance(timedelta(seconds=when), timedelta)
-    return False
+    try:
+        _ = when if isinstance(when, timedelta) else timedelta(seconds=when)
+    except (ValueError, OverflowError):
+        return False
+    return True
 
 
 class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
