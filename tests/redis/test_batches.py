@@ -280,7 +280,7 @@ def test_a_beat_that_dies_around_a_batch_loses_none_of_it(bench, redis, broker, 
     with monkeypatch.context() as patch:
         patch.setattr(Outbox, "send", die)
         # A process that is killed frees and confirms nothing.
-        patch.setattr(dead.dispatcher, "release", lambda *_: None)
+        patch.setattr(dead.dispatcher, "release", lambda *_, **__: None)
         with pytest.raises(SystemExit):
             dead.tick()
     assert (bench.decisions, redis.zcard(PENDING)) == ([], len(names))
