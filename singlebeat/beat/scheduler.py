@@ -38,7 +38,7 @@ from .entries.entry import Entry as BeatEntry
 from .entries.entry import prepare
 from .entries.fields import BATCH, FencedError
 from .entries.listing import Listing
-from .entries.statics import Statics, are_same_but_paused, is_from_code, signature_of
+from .entries.statics import Statics, are_same_but_paused, check_given, is_from_code, signature_of
 from .failures import BROKER, UnreachableBrokerError
 from .keys import Keys
 from .leadership.clock_guard import Clock
@@ -559,6 +559,11 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             del self._left_out[name]
             log.warning("beat: '%(entry)s' is stored now", event="added", entry=name)
 
+    def _maybe_entry(self, name: str, given: object) -> BeatEntry:
+        check_given(name, given)
+        entry: BeatEntry = super()._maybe_entry(name, given)
+        return entry
+
     def _is_static(self, name: str, given: object) -> bool:
         if is_from_code(given):
             return True
@@ -579,7 +584,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             try:
                 entries[str(name)] = copy.copy(self._maybe_entry(name, given))
             except Exception as exc:  # one wrong entry must not keep the others out
-                self._leave_out(str(name), exc, given=given)
+                self._leave_out(str(name), exc)
         stored, left = list[str](), iter(entries.items())
         while batch := dict(islice(left, BATCH)):  # 100,000 entries take longer than the watchdog waits
             self._report_progress()
@@ -591,7 +596,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._report_progress()
         return stored
 
-    def _leave_out(self, name: str, exc: Exception, **about: object) -> None:
+    def _leave_out(self, name: str, exc: Exception) -> None:
         """Log why an entry is not stored, unless it was logged before, and have it tried again."""
         before, self._left_out[name] = self._left_out.get(name), str(exc)
         if before == str(exc):
@@ -600,7 +605,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if isinstance(exc, EntryError):  # its sentence says all
             log.error(text, event="not_added", entry=name, reason=exc)
         else:
-            log.exception(text, event="not_added", entry=name, **about)
+            log.exception(text, event="not_added", entry=name)
 
     def add(self, **kwargs: Any) -> BeatEntry:
         """Store one entry."""

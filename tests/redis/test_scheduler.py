@@ -2930,6 +2930,29 @@ def test_an_invalid_entry_of_beat_schedule_harms_no_other_entry(server, redis, b
     assert all(name in caplog.text for name in ("unknown", "unstorable", "nothing"))
 
 
+class Unwell(BaseSchedule):
+    """A schedule that fails at each call, like one that asks an unreachable server."""
+
+    def is_due(self, last_run_at: datetime) -> Any:
+        raise OSError("no answer")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [None, "secret-1", ["secret-1"], {"task": PLAIN, "schedule": Unwell(), "args": ["secret-1"]}],
+    ids=["nothing", "a text", "a list", "a schedule that fails"],
+)
+def test_the_log_does_not_quote_an_invalid_entry_of_beat_schedule(server, bench_on, caplog, given):
+    """It may hold secrets that no decorator could name."""
+    bench_on(server, beat_schedule={"e": given}).scheduler().tick()
+
+    (said,) = [each for each in caplog.records if "event=not_added" in each.message]
+    assert "secret-1" not in caplog.text
+    if not isinstance(given, dict):
+        assert f"must be a dict of its fields, not a {type(given).__name__}" in said.message
+        assert said.exc_info is None
+
+
 def test_a_policy_as_an_option_of_beat_schedule_is_refused_in_a_sentence(server, bench_on, caplog):
     """The schedule's JSON has such a field, so that it is tried."""
     given = {"task": PLAIN, "schedule": 60, "policy": {"overlap": "buffer_one", "jitter": 3}}
@@ -2939,13 +2962,6 @@ def test_a_policy_as_an_option_of_beat_schedule_is_refused_in_a_sentence(server,
     (said,) = [each for each in caplog.records if "event=not_added" in each.message]
     assert "policy must be an EntryPolicy, not a dict: put overlap, jitter beside task" in said.message
     assert said.exc_info is None
-
-
-class Unwell(BaseSchedule):
-    """A schedule that fails at each call, like one that asks an unreachable server."""
-
-    def is_due(self, last_run_at: datetime) -> Any:
-        raise OSError("no answer")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ...clients import RedisClient
     from .fields import Fence, StoredFields
 
-__all__ = ("OPERATORS", "Statics", "are_same_but_paused", "is_from_code", "owner_of", "signature_of")
+__all__ = ("OPERATORS", "Statics", "are_same_but_paused", "check_given", "is_from_code", "owner_of", "signature_of")
 
 log = Log("celery.beat")
 
@@ -82,7 +82,20 @@ def _as_stored(app: Celery, name: str, given: Any) -> tuple[str, str]:
         return "", ""
 
 
+def check_given(name: str, given: Any) -> None:
+    """Refuse an item of ``beat_schedule`` that is neither an entry nor its fields.
+
+    Raises:
+        EntryError: it is neither. The message does not quote it: it may hold a secret.
+    """
+    try:
+        dict(given)  # an entry can be read so, too
+    except (TypeError, ValueError):
+        raise EntryError(f"entry {name!r} must be a dict of its fields, not a {type(given).__name__}") from None
+
+
 def _made(app: Celery, name: str, given: Any) -> Entry:
+    check_given(name, given)
     return given if isinstance(given, Entry) else Entry(**dict(given, name=name, app=app))
 
 
