@@ -364,7 +364,7 @@ def _decision(facts: Facts, record: Record) -> Iterator[str]:
             yield f"The run for {when} was missed: {record.reason}."
             yield (
                 "It was not sent in time: no beat led then or it was busy, or the broker or the locks' server was "
-                "unreachable. No later run is allowed."
+                "unreachable, or the broker had no queue for its message. No later run is allowed."
             ) + (
                 f" Without {setting[1]}, one run would have made up for all that were missed."
                 if (setting := re.search("(misfire_grace_time|beat_cron_starting_deadline)", record.reason))

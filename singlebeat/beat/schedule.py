@@ -756,8 +756,8 @@ class Schedule:
         while (verdict := PROPOSE(self._client, [key, self.keys.pending, self.keys.changes], args)) == "pending":
             if time.monotonic() >= deadline:
                 raise ConflictError(
-                    f"entry {name!r} has an occurrence that was not sent within {timeout:g} s: does a beat run? "
-                    "(celery singlebeat status)"
+                    f"entry {name!r} has an occurrence that was not sent within {timeout:g} s; for the reason: "
+                    f"celery singlebeat explain {shlex.quote(name)}"
                 )
             time.sleep(POLL_INTERVAL)
         if verdict == "missing":

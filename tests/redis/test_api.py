@@ -793,7 +793,7 @@ def test_a_trigger_without_a_beat_waits_for_one_and_a_second_says_so(api, bench)
     api.upsert("e", PLAIN, 3600, args=["a"])
     first = api.trigger("e")
 
-    with pytest.raises(ConflictError, match=r"'e' has an occurrence that was not sent within 0 s: does a beat run\?"):
+    with pytest.raises(ConflictError, match="'e' has an occurrence that was not sent within 0 s; for the reason: "):
         api.trigger("e", timeout=0)
     bench.tick()
 

@@ -223,7 +223,7 @@ def test_entries_are_tagged_and_listed_by_a_tag(cli, put, app):
 def test_trigger_and_backfill_are_proposed(cli, put, redis):
     put(every=3600)
     assert answer(cli("trigger", "e", "--json"))["task_id"] in redis.hget("redbeat:e", "pending")
-    assert "does a beat run?" in cli("trigger", "e", "--timeout", "0.1", code=1).output
+    assert "for the reason: celery singlebeat explain e" in cli("trigger", "e", "--timeout", "0.1", code=1).output
     lines = cli("backfill", "e", "2026-01-01", "2026-01-01T03:00", "--dry-run").output.splitlines()
     assert [line.split("  ")[0] for line in lines] == [f"2026-01-01 0{hour}:00:00Z" for hour in (1, 2, 3)]
     assert "more than the limit" in cli("backfill", "e", "2026-01-01", "2026-02-01", "--limit", "5", code=2).output
