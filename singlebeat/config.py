@@ -347,6 +347,9 @@ class Config:
 
 _configs: WeakKeyDictionary[Celery, Config] = WeakKeyDictionary()
 
+#: Django's own setting for the page: an app that is configured from Django's settings has it, too.
+_DJANGO_SETTING = "singlebeat_web"
+
 
 def _own_names(conf: Settings) -> Iterator[str]:
     """Yield the names in the configuration that begin with ``singlebeat_``, in lower case and without namespace."""
@@ -354,7 +357,7 @@ def _own_names(conf: Settings) -> Iterator[str]:
         name = str(key).lower()
         for namespace in ((conf.prefix or "").lower(), "celery_"):
             name = name.removeprefix(namespace)
-        if name.startswith("singlebeat_"):
+        if name.startswith("singlebeat_") and name != _DJANGO_SETTING:
             yield name
 
 

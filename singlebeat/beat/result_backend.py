@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery.backends.base import DisabledBackend
@@ -85,7 +85,8 @@ def ask_results(app: Celery, ask: Callable[[Backend], object], *, timeout: float
     Raises:
         ResultBackendError: the backend does not answer in time, or refuses, or its driver is missing.
     """
-    answers: SimpleQueue[Exception | None] = SimpleQueue()
+    # No SimpleQueue: it would block the thread of a process that gevent or eventlet have patched since this import.
+    answers: Queue[Exception | None] = Queue()
 
     def answer() -> None:
         try:

@@ -11,9 +11,9 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import UTC, datetime
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from kombu.exceptions import OperationalError
@@ -96,7 +96,7 @@ def command(
                 if not needs_tasks:
                     with suppress(Exception):  # of a user's receiver, which may add entries to ``beat_schedule``
                         ctx.obj.app.finalize()
-                elif why := load_code(ctx.obj.app):
+                elif why := _load_code(ctx.obj.app):
                     click.echo(printable(f"Warning: a module of tasks cannot be imported here: {why}"), err=True)
                 function(ctx.obj.app, **kwargs)
             except RedisError as exc:
@@ -126,6 +126,12 @@ def command(
 
 #: What to add to an error about settings if the celery command got no app, whose settings these would be.
 _NO_APP = ". No app is named, so that these are Celery's defaults: celery -A APP singlebeat ..."
+
+
+def _load_code(app: Celery) -> str:
+    # What a module prints is not the output of a command, which another program may read.
+    with redirect_stdout(sys.stderr):
+        return load_code(app)
 
 
 def drop_output() -> None:

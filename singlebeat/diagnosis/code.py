@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import redirect_stdout
 from functools import partial
+from threading import RLock
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -16,8 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ("load_code", "statics_here")
 
-#: Why the code of an app could not be imported: it is not tried again, as it may take long and has side effects.
-_failed: WeakKeyDictionary[Celery, str] = WeakKeyDictionary()
+#: Why the code of an app could not be imported; empty if it could. It is not tried again, as it may take long and has
+#: side effects.
+_loaded: WeakKeyDictionary[Celery, str] = WeakKeyDictionary()
+_loading = RLock()
 
 
 def load_code(app: Celery) -> str:
@@ -26,20 +27,21 @@ def load_code(app: Celery) -> str:
     They define tasks, whose parameters name the arguments to mask and whose options name queues; types of arguments;
     and receivers that add entries to ``beat_schedule``.
     """
-    why = _failed.get(app, "")
-    if why:
-        return why
-    # What a module prints is not the output of a command, which another program may read.
-    with redirect_stdout(sys.stderr):
-        each = (partial(app.loader.import_task_module, module) for module in app.loader.default_modules)
-        # The first ends at a module that fails, and each module says how its tasks' arguments are masked.
-        for load in (app.loader.import_default_modules, *each, app.finalize):
-            try:
-                load()
-            except (Exception, SystemExit) as exc:  # of a user's module
-                why = why or without_passwords(f"{type(exc).__name__}: {exc}")
-    if why:
-        _failed[app] = why
+    with _loading:
+        if app not in _loaded:
+            _loaded[app] = _load(app)
+        return _loaded[app]
+
+
+def _load(app: Celery) -> str:
+    why = ""
+    each = (partial(app.loader.import_task_module, module) for module in app.loader.default_modules)
+    # The first ends at a module that fails, and each module says how its tasks' arguments are masked.
+    for load in (app.loader.import_default_modules, *each, app.finalize):
+        try:
+            load()
+        except (Exception, SystemExit) as exc:  # of a user's module
+            why = why or without_passwords(f"{type(exc).__name__}: {exc}")
     return why
 
 

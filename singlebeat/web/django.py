@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from celery.app import app_or_default
@@ -47,8 +48,16 @@ def _options() -> Mapping[str, Any]:
     return found
 
 
-@cache
+_making = RLock()
+
+
 def _site() -> Site:
+    with _making:  # two first requests may come at once
+        return _made_site()
+
+
+@cache
+def _made_site() -> Site:
     options = _options()
     users = options.get("users")
     gate = Gate(users=Users.read(users) if users else None, read_only=bool(options.get("read_only")))

@@ -62,11 +62,11 @@ print(json.dumps([*seen, imported]))
 """
 
 
-def run_patched(library: str, script: str, *args: str) -> str:
-    """Return what a script prints in a process that a library has patched before anything else."""
+def run_patched(library: str, script: str, *args: str, before: str = "") -> str:
+    """Return what a script prints in a process that a library has patched before anything else but ``before``."""
     pytest.importorskip(library)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    command = [sys.executable, "-c", f"{PATCHED[library]}\n{script}", *args]
+    command = [sys.executable, "-c", f"{before}\n{PATCHED[library]}\n{script}", *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -154,6 +154,22 @@ def test_the_loop_writes_the_log_lines_of_a_native_thread(library: str) -> None:
     """Loggers and handlers have locks, and receivers of signals are code of users."""
     said = run_patched(library, VOICES)
     assert said == "said event=said of=true False\nsignal False\n"
+
+
+ASK_RESULTS = """
+import sys
+app = Celery(broker=sys.argv[1], backend=sys.argv[1])
+check_results(app, timeout=60)
+print("answers")
+"""
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_command_asks_for_results_though_a_module_of_tasks_has_patched_it(library, redis, server):
+    """It imports these modules last."""
+    imports = "from celery import Celery\nfrom singlebeat.beat.result_backend import check_results"
+
+    assert run_patched(library, ASK_RESULTS, server.celery_url, before=imports) == "answers\n"
 
 
 def test_greenlets_that_are_killed_while_they_begin_leave_no_lock(celery, app, redis):

@@ -233,6 +233,14 @@ def test_a_misspelled_setting_is_an_error_that_knows_the_right_name(conf, unknow
         read(conf)
 
 
+@pytest.mark.parametrize("namespace", ["CELERY", None])
+def test_the_setting_of_the_page_in_django_is_none_of_celery(namespace):
+    app = app_with()
+    app.config_from_object(SimpleNamespace(SINGLEBEAT_WEB={"read_only": True}), namespace=namespace)
+
+    assert Config.of(app) == Config()
+
+
 @pytest.mark.parametrize("namespace", ["CELERY", "MYAPP"])
 def test_a_misspelled_setting_is_found_behind_a_namespace(namespace):
     app = app_with()

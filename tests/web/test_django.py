@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from threading import Thread
 from types import ModuleType
 from urllib.parse import urlencode
 
@@ -65,9 +66,9 @@ def page(project, app, redis, no_worker_is_awaited, monkeypatch) -> ModuleType:
     module.app = app  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "django_page_app", module)
     monkeypatch.setattr(settings, "SINGLEBEAT_WEB", {"app": "django_page_app.app"}, raising=False)
-    adapter._site.cache_clear()
+    adapter._made_site.cache_clear()
     yield adapter
-    adapter._site.cache_clear()
+    adapter._made_site.cache_clear()
 
 
 def sign_in(name: str, *, role: str = "", **flags: bool) -> Client:
@@ -251,6 +252,34 @@ def test_a_wrong_length_of_a_body_is_refused(e, length):
     client = sign_in("root", is_superuser=True)
 
     assert client.post("/beat/pause", {"name": "e"}, CONTENT_LENGTH=length).status_code == 413
+
+
+def test_two_first_requests_at_once_make_one_site(page, monkeypatch):
+    made = list[str]()
+
+    def make(*_: object, **__: object) -> str:
+        made.append("a site")
+        if len(made) == 1:
+            other = Thread(target=page._site, daemon=True)
+            other.start()
+            other.join(0.5)  # it waits for this one
+        return "a site"
+
+    monkeypatch.setattr(page, "Site", make)
+    page._site()
+
+    assert made == ["a site"]
+
+
+def test_the_page_leaves_the_output_of_its_host_alone_while_it_imports_tasks(page, app, tmp_path, monkeypatch):
+    """Another thread may print meanwhile, and find another stream."""
+    (tmp_path / "tasks_that_look.py").write_text("import sys\nseen = sys.stdout")
+    monkeypatch.syspath_prepend(tmp_path)
+    app.conf.include = ["tasks_that_look"]
+
+    page._site()
+
+    assert sys.modules.pop("tasks_that_look").seen is sys.stdout
 
 
 def test_answers_have_the_headers_of_security(page):
