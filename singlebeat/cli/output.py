@@ -25,6 +25,9 @@ from ..errors import ConfigError, LockBackendError, SinglebeatError
 from ..lua import answered_scripts, noting_answers
 from . import Reporting
 
+if TYPE_CHECKING:
+    from celery import Celery
+
 __all__ = (
     "REFUSED",
     "UNANSWERED",

@@ -457,12 +457,11 @@ class BaseBackend(ABC):
         """
 
     @abstractmethod
-    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float, note: str = "") -> bool:
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
         """Hand a run's lock over to a waiting message of the same task id; return False if the lock was lost.
 
         Args:
             to: that message, of the same or a higher generation, and with an empty nonce.
-            note: on that message, for the search for lost messages; empty: none.
         """
 
     @abstractmethod

@@ -135,7 +135,7 @@ class InspectBackend(BaseBackend):
         """Do nothing: workers no longer report a run that has ended."""
         return ()
 
-    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float, note: str = "") -> bool:
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
         """Do nothing: a retry asks the workers at its own start."""
         return True
 

@@ -127,7 +127,7 @@ class LegacyBackend(BaseBackend):
                 self.custom.unlock(queued)
         return _holder(Verdict.STARTED, task_id)
 
-    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float, note: str = "") -> bool:
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
         """Hand a run's lock over to a waiting message of the same task id; return False if the lock was lost."""
         with _naming(self.name):
             ours = self._held(ref.key) == (ref.task_id, ref.generation)

@@ -267,7 +267,7 @@ class MemoryBackend(BaseBackend):
     def _started(self, ref: Ref) -> Holder:
         return replace(self._holder(Verdict.STARTED, ref), payload=self._records[ref.key].payload)
 
-    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float, note: str = "") -> bool:
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
         """Hand a run's lock over to a waiting message of the same task id."""
         with self._mutex:
             record = self._live(ref.key)

@@ -251,9 +251,9 @@ class RedisBackend(BaseBackend):
             raise UnusableLockError(unusable(ref.key, holder.reason))
         return holder
 
-    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float, note: str = "") -> bool:
+    def rotate(self, ref: Ref, *, to: Ref, ttl: float, remember_for: float) -> bool:
         """Hand a run's lock over to a waiting message of the same task id."""
-        args = (ref.task_id, ref.nonce, str(to.generation), _ms(ttl), _ms(remember_for), note)
+        args = (ref.task_id, ref.nonce, str(to.generation), _ms(ttl), _ms(remember_for))
         return holder_of(self._run("rotate", (ref.key, done_key(ref.key)), args)).verdict is Verdict.ROTATED
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:

@@ -2,15 +2,14 @@
 --
 -- A retry or replace has a higher generation; a message that goes back to the broker keeps its generation.
 --
--- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload; uncut (ms)
---                     and sent, as in acquire
+-- KEYS[1]  lock       hash: id, gen, state, nonce, fence, task, args, since (ms), until (ms), payload; uncut (ms), as in
+--                     acquire
 -- KEYS[2]  done       zset: "id:generation" of runs that ended under this lock recently, by time (ms)
 -- ARGV[1]  id         task id that must hold the lock
 -- ARGV[2]  nonce      the run that must hold the lock; empty: the lock must be queued
 -- ARGV[3]  to_gen     the generation that holds the lock from now on, queued; never lower than the current generation
 -- ARGV[4]  ttl_ms     lifetime of the lock from now on
 -- ARGV[5]  done_ms    ms for which the end of a generation is remembered
--- ARGV[6]  note       on that message, for the field "sent", as in acquire; empty: none
 --
 -- returns  {verdict, id of the holder, state, since (ms), fence, ttl (ms)}
 --          rotated  the lock was handed over
@@ -53,9 +52,6 @@ if tonumber(to_gen) > tonumber(gen) then
   redis.call("HSET", lock, "payload", "")
 end
 redis.call("HSET", lock, "gen", to_gen, "nonce", "", "state", "queued", "since", string.format("%.0f", now))
-if ARGV[6] ~= "" then
-  redis.call("HSET", lock, "sent", ARGV[6])
-end
 if bound then
   redis.call("HSET", lock, "uncut", string.format("%.0f", now + ttl))
   ttl = math.max(1, math.min(ttl, bound - now))

@@ -139,7 +139,7 @@ def _tell_end(sender: Task, state: str | None = None, **_: object) -> None:
     """
     global _asks_from  # noqa: PLW0603 - one for all tasks of a process
     request = sender.request
-    if state not in {states.SUCCESS, states.FAILURE} or request.is_eager:
+    if state not in {states.SUCCESS, states.FAILURE, states.RETRY} or request.is_eager:
         return
     # Whether what follows it is sent: else Celery's tracer is about to raise the error, or the state is another one.
     is_sent = state == states.SUCCESS and sys.exc_info()[1] is None
@@ -152,7 +152,7 @@ def _tell_end(sender: Task, state: str | None = None, **_: object) -> None:
     if ticket is None or not ticket.nonce or has_renewer(sender.app) or time.monotonic() < _asks_from:
         return
     try:
-        _free(sender, ticket, goes_on=not is_sent)
+        _free(sender, ticket, goes_on=not is_sent and state != states.RETRY)
     except LockBackendError:  # the main process tries, too, and logs an outage
         _asks_from = time.monotonic() + GATE_PAUSE
 

@@ -75,12 +75,11 @@ class _End(NamedTuple):
 
 
 class _Handover(NamedTuple):
-    """A lock that goes over from a run to a message that waits: its retry, or the same one, requeued."""
+    """A lock that goes over from a run to the next delivery of its message."""
 
     run: Ref
     successor: Ref
     ttl: float  #: seconds that the message may wait for its start
-    note: str
 
 
 class Renewer:
@@ -165,18 +164,17 @@ class Renewer:
         self._finished.put(end)
         self._wake.put(None)
 
-    def hand_over(self, request: Request, successor: Ref, *, ttl: float, note: str = "", at_once: bool = False) -> None:
-        """Hand the lock of a request over to a waiting message: its retry, or the same message after a requeue.
+    def hand_over(self, request: Request, successor: Ref, *, ttl: float, at_once: bool = False) -> None:
+        """Hand the lock of a request over to the next delivery of its message.
 
         Args:
             ttl: seconds that the message may wait for its start.
-            note: on the retry, as in ``rotate``.
             at_once: hand over before this method returns, unless the locks' server does not answer.
         """
         self._requests.pop(id(request), None)
         if request.ticket is None:
             return
-        handover = _Handover(request.ticket.run, successor, ttl, note)
+        handover = _Handover(request.ticket.run, successor, ttl)
         if at_once and self.answers():
             try:
                 self._rotate(self._gate, handover)
@@ -194,7 +192,7 @@ class Renewer:
         if request.ticket is not None:
             next_one = replace(request.ticket.run, nonce="")
             for held in (request.ticket.run, next_one):  # the lock of its run, or of its message
-                self._handovers.put(_Handover(held, next_one, self.lease, ""))
+                self._handovers.put(_Handover(held, next_one, self.lease))
             self._wake.put(None)
 
     def call_later(self, seconds: float, do: Callable[[], None]) -> None:
@@ -324,8 +322,8 @@ class Renewer:
         self._rotate(self.backend, handover)
 
     def _rotate(self, backend: BaseBackend, handover: _Handover) -> None:
-        run, successor, ttl, note = handover
-        backend.rotate(run, to=successor, ttl=ttl, remember_for=self.remember_for, note=note)
+        run, successor, ttl = handover
+        backend.rotate(run, to=successor, ttl=ttl, remember_for=self.remember_for)
 
     def _free_revoked(self) -> None:
         """Free the locks of messages that were revoked while they wait in this worker, for an ETA or a retry."""

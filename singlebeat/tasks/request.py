@@ -23,8 +23,8 @@ from kombu.utils.uuid import uuid
 from ..broker import own_broker
 from ..config import Config
 from ..errors import ConfigError, LockBackendError, UnusableLockError
-from ..locks import delay_of, time_to_start
-from ..locks.acquire import note, note_of_broker, unlocked_ticket
+from ..locks import time_to_start
+from ..locks.acquire import note_of_broker, unlocked_ticket
 from ..locks.base import HEADER, Ref, Ticket, entry_of
 from ..locks.key import check_sendable, readable
 from ..locks.modes import LockMode, overlap_for
@@ -538,21 +538,6 @@ class Request(celery_request.Request):  # type: ignore[misc]
         finally:  # the result backend may be unreachable
             self.acknowledge()
             self.free_if_acknowledged()
-
-    def on_retry(self, exc_info: ExceptionInfo) -> None:
-        """Handle a retry: hand the lock of a plain task over to the message of the retry."""
-        super().on_retry(exc_info)
-        if self.ticket is not None and not self._has_own_gate:
-            self._over = True
-            exc = exc_info.exception
-            when = getattr(exc.exc if isinstance(exc, ExceptionWithTraceback) else exc, "when", None)
-            renewer = renewer_of(self.app)
-            options, now, retry = {"eta": when, "expires": self.expires}, datetime.now(UTC), self.ticket.successor().run
-            ttl = time_to_start(options, queued_ttl=renewer.remember_for, now=now)
-            # Most often it goes back to the same queue, but only the process that has run the task knows.
-            near, delay = self.ticket.brought_by, delay_of(options, now)
-            sent = note(retry, broker=own_broker(self.app), delay=delay, near=near)
-            renewer.hand_over(self, retry, ttl=ttl, note=sent)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
         """Handle a time limit; the hard limit ends the run."""

@@ -16,12 +16,11 @@ from celery.utils.imports import symbol_by_name
 from kombu.utils.uuid import uuid
 
 from .. import signals
-from ..broker import own_broker
 from ..config import Config
 from ..errors import DuplicateTaskError, LockBackendError, UnusableLockError
-from ..locks import backend_of, delay_of
+from ..locks import backend_of
 from ..locks import time_to_start as seconds_to_start
-from ..locks.acquire import Refused, free, note, note_of_call, place_of_call, plan_call, unlocked_ticket
+from ..locks.acquire import Refused, free, note_of_call, plan_call, unlocked_ticket
 from ..locks.base import (
     HEADER,
     RUN_HEADER,
@@ -33,15 +32,14 @@ from ..locks.base import (
     Verdict,
     generation,
     unusable,
-    without_deaths,
 )
 from ..locks.key import canonical, digest, is_encodable, lock_key
-from ..locks.late_release import release_later
 from ..locks.modes import LockMode, Overlap, check, has_continuations, overlap_for, pick, signature_of
 from ..locks.send import send_call, send_many
 from ..log import Log
 from .eager import run_eagerly
 from .gate import Run, run_under_lock
+from .succession import Publish, hand_over_and_send
 from .worker_step import install
 
 if TYPE_CHECKING:
@@ -55,8 +53,6 @@ if TYPE_CHECKING:
 __all__ = ("Singleton",)
 
 log = Log(__name__)
-
-Publish = Callable[..., AsyncResult]
 
 #: A call of ``apply_async_many``; and what its message is made from.
 _Call: TypeAlias = "tuple[Arguments | None, NamedArguments | None, Options]"
@@ -240,7 +236,8 @@ class Singleton(Task):  # type: ignore[misc]
             done = run_eagerly(self, key, task_id, publish, overlap=overlap)
             return self._duplicate(done, args, kwargs, overlap, given) if isinstance(done, Holder) else done
         if (run := own or self._replaced_run(task_id, args, kwargs, options)) is not None:
-            return self._hand_over_and_send(run, options, publish)
+            ttl = self.time_to_start(options)
+            return hand_over_and_send(self, run, options, publish, request=self.request, ttl=ttl)
         key = str(self.generate_lock(self.name, args, kwargs))
         plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=given, key=key, has_new_id=has_new_id)
         try:
@@ -406,44 +403,6 @@ class Singleton(Task):  # type: ignore[misc]
         if not isinstance(run, Run) or run.ticket.task_id != task_id or generation(options) <= run.ticket.generation:
             return None
         return run.ticket if str(self.generate_lock(self.name, args, kwargs)) == run.ticket.key else None
-
-    def _hand_over_and_send(self, run: Ticket, options: Options, publish: Publish) -> AsyncResult:
-        """Send a retry or replacement from within its run, and promise the run's lock to the sent call first."""
-        backend, successor = self.singleton_backend, run.successor(generation(options))
-        delay, ttl = delay_of(options, datetime.now(UTC)), self.time_to_start(options)
-        sent = note(successor.run, broker=own_broker(self.app), delay=delay, **self._place_from_here(options))
-        promised = True  # as long as it is unknown: a signal may end the call before it knows the answer
-        try:
-            try:
-                promised = backend.promise(run.run, to=successor.run, ttl=ttl, note=sent)
-            except LockBackendError as exc:  # the successor waits until the run has ended, or its lease
-                promised = False
-                about = {"task": self.name, "id": run.task_id, "reason": exc}
-                log.warning("%(task)s[%(id)s] goes on without its lock", event="unlocked", **about)
-            return publish(headers={**without_deaths(options.get("headers")), HEADER: successor.header()})
-        except BaseException:
-            if promised:
-                self._take_back(run, successor)
-            raise
-
-    def _place_from_here(self, options: Options) -> Mapping[str, str]:
-        """Return what is known of the queue of a call that a run makes in its own place, as ``place_of_call`` does.
-
-        A retry that names none goes by the exchange by which its run has come.
-        """
-        exchange, run = (self.request.delivery_info or {}).get("exchange"), getattr(self.request, RUN_HEADER, None)
-        if exchange and options.get("exchange") == exchange and isinstance(run, Run):
-            return {"queue": run.ticket.brought_by}
-        return place_of_call(self, options)
-
-    def _take_back(self, run: Ticket, successor: Ticket) -> None:
-        try:
-            self.singleton_backend.promise(run.run, to=None, ttl=0)
-        except LockBackendError as exc:  # the caller's own error matters more
-            about = {"id": run.task_id, "reason": exc}
-            said = "the lock of task %(id)s waits for a retry that was not sent, until the locks' server answers"
-            log.warning(said, event="lock_kept", **about)
-            release_later(self.app, successor.run)
 
     def _duplicate(
         self,

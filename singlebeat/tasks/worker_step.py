@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import wraps
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery import bootsteps
 from celery.signals import task_rejected, task_unknown, worker_shutdown
@@ -16,15 +16,15 @@ from celery.utils.imports import symbol_by_name
 from ..config import Config
 from ..errors import ConfigError
 from ..locks import worker_name
-from ..locks.base import HEADER, RUN_HEADER, Ticket
+from ..locks.base import Ticket
 from ..log import Log
 from ..run_results import flush_ends, record_end_of_message
 from .renewer import Renewer, renewer_of
 from .request import Request, leave_unwritten, report_exceptions
+from .succession import let_retries_keep_lock
 
 if TYPE_CHECKING:
-    from celery import Celery, Signature, Task
-    from celery.app.task import Context
+    from celery import Celery
     from celery.worker import WorkController
     from celery.worker.consumer import Consumer
     from kombu import Message
@@ -52,7 +52,7 @@ class WorkerLockStep(bootsteps.StartStopStep):  # type: ignore[misc]
         """Prepare the retries of plain tasks, before the pool forks the processes that make them."""
         for task in parent.app.tasks.values():
             if not getattr(task, "has_own_gate", False):
-                _keep_ticket_in_retries(task)
+                let_retries_keep_lock(task)
 
     def start(self, parent: WorkController) -> None:
         """Prepare the tasks of the worker's app and start renewing."""
@@ -136,25 +136,6 @@ def _forget_on_close(consumer: Consumer, renewer: Renewer) -> None:
         renewer.forget_waiting()
 
     consumer.on_close = closed
-
-
-def _keep_ticket_in_retries(task: Task) -> None:
-    """Let the retries of a plain task keep the headers of beat, though it gives headers of its own.
-
-    The lock goes over to the retry, which must know that it has it.
-    """
-    make = task.signature_from_request
-
-    @wraps(make)
-    def with_ticket(request: Context | None = None, *args: Any, **kwargs: Any) -> Signature:
-        signature = make(request, *args, **kwargs)
-        about = vars(task.request if request is None else request)
-        ours = {name: about[name] for name in (HEADER, RUN_HEADER) if about.get(name) is not None}
-        if ours:
-            signature.options["headers"] = {**ours, **(signature.options.get("headers") or {})}
-        return signature
-
-    task.signature_from_request = with_ticket
 
 
 def _has_lock_server(app: Celery) -> bool:

@@ -52,6 +52,7 @@ from singlebeat.server_errors import is_denied
 from singlebeat.tasks.gate import Postponed, Refused, Unsent, postpone
 from singlebeat.tasks.renewer import GATE_PAUSE, renewer_of
 from singlebeat.tasks.request import REAPED_AFTER, Request
+from singlebeat.tasks.succession import let_retries_keep_lock
 from tests.support import connected, ended_well, fork, wait_until, without
 from tests.system.apps import make_app
 
@@ -69,6 +70,8 @@ def deliver(app: Celery) -> Iterator[Deliver]:
     with app.connection_for_write() as connection, connection.SimpleQueue("celery") as queue:
 
         def deliver(task: Any, args: Any = None, kwargs: Any = None, pool: Any = solo, **headers: Any) -> Request:
+            if not isinstance(task, Singleton):
+                let_retries_keep_lock(task)  # as a worker does when it starts
             if args is not None:
                 body = (args, {} if kwargs is None else kwargs, {})
                 queue.put(body, headers={"task": task.name, "id": uuid(), "argsrepr": repr(args), **headers})
@@ -184,20 +187,92 @@ def test_a_message_that_waits_for_its_turn_keeps_its_parent(app, deliver, parent
     ids=["not said", "now", "countdown", "eta"],
 )
 def test_the_lock_of_a_plain_task_waits_for_its_retry_with_the_countdown(app, deliver, redis, when, seconds):
-    plain, task_id, lock = app.task(same, name="app.plain", shared=False), uuid(), "SINGLETONLOCK_a"
-    request = deliver(plain, ["a"], id=task_id, **{HEADER: {"id": task_id, "key": lock}})
-    request.begin_for_plain_task()
-    when = datetime.now(UTC) + when if isinstance(when, timedelta) else when
+    def body(self: Any) -> None:
+        eta = datetime.now(UTC) + when if isinstance(when, timedelta) else None
+        raise self.retry(**({"eta": eta} if eta else {} if when is None else {"countdown": when}))
 
-    with suppress(Retry):
-        try:
-            raise Retry("again", None, when)
-        finally:
-            request.on_retry(ExceptionInfo())
+    plain, task_id, lock = app.task(body, name="app.plain", bind=True, shared=False), uuid(), "SINGLETONLOCK_a"
+    plain.default_retry_delay = 0
+    started(deliver(plain, [], id=task_id, **{HEADER: {"id": task_id, "key": lock}}))
     renewer_of(app).flush()
 
     assert redis.hmget(lock, "state", "gen") == ["queued", "1"]
     assert seconds - 300 < redis.pttl(lock) / 1000 <= seconds
+
+
+class Unheard(Task):
+    """A task whose hook fails, as one that tells a chat of the retry while that is away."""
+
+    def on_retry(self, *_: Any, **__: Any) -> None:
+        raise OSError("no chat")
+
+
+def retries_and_returns(self: Any) -> None:
+    self.retry(countdown=600, throw=False)
+
+
+@pytest.mark.parametrize(
+    ("base", "body"), [(Unheard, "retries_later"), (Task, "retries_and_returns")], ids=["hook fails", "throw=False"]
+)
+def test_a_plain_run_that_celery_does_not_end_as_a_retry_leaves_its_lock_to_it(app, deliver, redis, base, body):
+    task = app.task(globals()[body], name="app.later", bind=True, base=base, shared=False)
+    task_id, lock = uuid(), "SINGLETONLOCK_a"
+
+    started(deliver(task, [], id=task_id, **{HEADER: {"id": task_id, "key": lock}}))
+    renewer_of(app).flush()
+
+    assert redis.hmget(lock, "id", "state", "gen") == [task_id, "queued", "1"]
+
+
+def test_a_plain_run_that_raises_retry_by_hand_frees_its_lock(app, deliver, redis):
+    """Celery sends no message then."""
+
+    def body() -> None:
+        raise Retry("again", None, 600)
+
+    task, task_id, lock = app.task(body, name="app.hand", shared=False), uuid(), "SINGLETONLOCK_a"
+
+    started(deliver(task, [], id=task_id, **{HEADER: {"id": task_id, "key": lock}}))
+    renewer_of(app).flush()
+
+    assert not redis.exists(lock)
+
+
+@pytest.mark.parametrize("by", ["itself", "another task"])
+def test_a_plain_task_that_replaces_its_run_keeps_the_lock(app, deliver, redis, by):
+    another = app.task(same, name="app.another", shared=False)
+    let_retries_keep_lock(another)
+
+    def body(self: Any, user: Any) -> None:
+        raise self.replace({"itself": self, "another task": another}[by].si("b"))
+
+    task = app.task(body, name="app.replaces", bind=True, shared=False)
+    task_id, lock = uuid(), "SINGLETONLOCK_a"
+    about = {HEADER: {"id": task_id, "key": lock}, RUN_HEADER: {"entry": "e"}}
+
+    started(deliver(task, ["a"], id=task_id, **about))
+    renewer_of(app).flush()
+
+    assert redis.hmget(lock, "id", "state") == [task_id, "queued"]
+    replacement = deliver({"itself": task, "another task": another}[by])
+    assert (replacement.id, replacement.ticket.key) == (task_id, lock)
+    assert replacement.request_dict[RUN_HEADER] == {"entry": "e"}
+    started(replacement)
+    renewer_of(app).flush()
+    assert (redis.hget(lock, "state") == "queued") == (by == "itself")
+
+
+def test_a_call_from_a_run_under_another_id_leaves_its_lock_alone(app, deliver, redis):
+    def body(self: Any) -> None:
+        self.apply_async(task_id="another", countdown=600)
+
+    task, task_id, lock = app.task(body, name="app.calls", bind=True, shared=False), uuid(), "SINGLETONLOCK_a"
+
+    started(deliver(task, [], id=task_id, **{HEADER: {"id": task_id, "key": lock}}))
+    renewer_of(app).flush()
+
+    assert not redis.exists(lock)
+    assert deliver(task).ticket is None
 
 
 def why_not_late(app: Celery, redis: Any, lock: str) -> str:
@@ -331,6 +406,7 @@ def retries_elsewhere(self: Any) -> None:
         (retries_elsewhere, Singleton, "elsewhere"),
         (retries_later, Singleton, "celery"),
         (retries_later, None, "celery"),
+        (retries_elsewhere, None, "elsewhere"),
     ],
 )
 def test_a_retry_is_found_in_a_queue_that_no_other_process_knows(app, deliver, server, redis, body, base, queue):
@@ -2043,7 +2119,7 @@ def trace(request: Request) -> None:
 
 @pytest.mark.parametrize(
     ("error", "frees"),
-    [(None, True), (ValueError(), True), (Retry(), False), (Reject(), False), (Ignore(), False)],
+    [(None, True), (ValueError(), True), (Retry(), True), (Reject(), False), (Ignore(), False)],
     ids=["success", "failure", "retry", "reject", "ignore"],
 )
 def test_a_child_frees_the_lock_of_a_plain_run_that_is_over(begun, app, redis, caplog, error, frees):
