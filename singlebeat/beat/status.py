@@ -16,6 +16,7 @@ from ..broker import is_one_broker, own_broker
 from ..config import Config
 from ..connections import schedule_client
 from ..errors import EntryError
+from .calendar.zone import app_zone
 from .entries.definition import LONGEST_STEP_BACK
 from .entries.entry import Entry, Meta
 from .entries.fields import BATCH, read_fields
@@ -150,6 +151,8 @@ class ScheduleStatus:
     other_app: str = ""  #: app whose beat sends our entries; empty if there is none, or if we share on purpose
     app: str = ""  #: the name of this process's app
     broker: str = ""  #: the name of this process's broker
+    zone: str = ""  #: in which beats read the wall clocks of entries without a ``timezone``; empty if unknown
+    own_zone: str = ""  #: in which this process reads them
     pauses: Sequence[Pause] = ()  #: of many entries, those that last
     unreadable_pauses: Mapping[str, str] = field(default_factory=dict)  #: selector -> why; they pause nothing
     why_leaderless: str = ""  #: why no beat can lead, and what to do, if another program has spoilt a key of leadership
@@ -355,6 +358,22 @@ class ScheduleStatus:
                 named.add(host)
                 yield f"the clock of {host}, {role}, is {ahead:+.1f} s off that of the schedule's server", ahead
 
+    @property
+    def other_zone(self) -> str:
+        """That beats read wall clocks in another zone than this process, and what to do; empty if they do not."""
+        if self.zone in {"", self.own_zone} or self.redbeat_leads:
+            return ""
+        return (
+            f"beat reads its wall clock in {self.zone}, and this process in {self.own_zone}: the times that are shown "
+            "here are not those at which it runs. Set Celery's timezone alike for all beats and tools, or give the "
+            "entry a timezone of its own"
+        )
+
+    @property
+    def sends_elsewhere(self) -> bool:
+        """Whether runs go to another broker than this process's, or to one that is named otherwise there."""
+        return any(self.other_brokers())
+
     def other_brokers(self, *, standbys: bool = False) -> Iterator[str]:
         """Yield a sentence about each beat of our app that sends to another broker than this process.
 
@@ -403,11 +422,12 @@ class ScheduleStatus:
             pipe.hlen(keys.quarantine)
             pipe.get(keys.clock)
             pipe.get(keys.lost)
+            pipe.get(keys.zone)
             pipe.execute_command("EVAL", READ_PAUSES.text, 1, keys.pauses)
             if names:
                 pipe.hgetall(keys.quarantine)
             record, token, signs, ttl, entries, due, overdue, first, pending, quarantined, *rest = pipe.execute()
-            clock, lost, many, *rest = rest
+            clock, lost, zone, many, *rest = rest
         leader = leader_of(record, token)
         pauses = Pauses.of(many)
         seen = {text: until / 1000 - STAY for text, until in signs}
@@ -455,6 +475,8 @@ class ScheduleStatus:
             other_app=", ".join(sorted(apps)),
             app=owner_of(app),
             broker=own_broker(app),
+            zone=zone or "",
+            own_zone=str(app_zone(app)),
             pauses=pauses.lasting(datetime.fromtimestamp(now, UTC)),
             unreadable_pauses=pauses.problems,
             why_leaderless=why_leaderless(client, keys.lease) if keys.lock is not None and ttl <= 0 else "",

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
+
+from celery.fixups.django import DjangoFixup
+from celery.signals import import_modules
 
 from ..beat.entries.statics import signature_of
 from ..log import without_passwords
@@ -36,13 +42,28 @@ def load_code(app: Celery) -> str:
 def _load(app: Celery) -> str:
     why = ""
     each = (partial(app.loader.import_task_module, module) for module in app.loader.default_modules)
-    # The first ends at a module that fails, and each module says how its tasks' arguments are masked.
-    for load in (app.loader.import_default_modules, *each, app.finalize):
-        try:
-            load()
-        except (Exception, SystemExit) as exc:  # of a user's module
-            why = why or without_passwords(f"{type(exc).__name__}: {exc}")
+    with _leaving_django_as_it_is(app):
+        # The first ends at a module that fails, and each module says how its tasks' arguments are masked.
+        for load in (app.loader.import_default_modules, *each, app.finalize):
+            try:
+                load()
+            except (Exception, SystemExit) as exc:  # of a user's module
+                why = why or without_passwords(f"{type(exc).__name__}: {exc}")
     return why
+
+
+@contextmanager
+def _leaving_django_as_it_is(app: Celery) -> Iterator[None]:
+    """Keep Celery from setting Django up once more, which would give a process that serves it new log handlers."""
+    django = sys.modules.get("django.apps")
+    fixups = app._fixups if django is not None and django.apps.ready else ()
+    receivers = [each.on_import_modules for each in fixups if isinstance(each, DjangoFixup)]
+    left_out = [each for each in receivers if import_modules.disconnect(each, sender=app)]
+    try:
+        yield
+    finally:
+        for each in left_out:
+            import_modules.connect(each, sender=app)
 
 
 def statics_here(app: Celery) -> str:

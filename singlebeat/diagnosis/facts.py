@@ -16,7 +16,7 @@ from ..beat.entries.fields import read_fields
 from ..beat.entries.occurrence import Occurrence
 from ..beat.entries.statics import OPERATORS, Statics, owner_of
 from ..beat.explain import Facts, HeldLock, record_at
-from ..beat.keys import Keys
+from ..beat.keys import Keys, check_encodable
 from ..beat.late_places import late_places
 from ..beat.lost_messages import examine, is_in_queue, queue_here
 from ..beat.result_backend import ResultBackendError, read_end, result_place
@@ -269,6 +269,7 @@ def facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
 
 def _facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
     """Return the facts about an entry; ask the workers first, because their answers take longest."""
+    check_encodable("entry", name)
     workers, entries, broker_away, broker_refused = None, Schedule(app), "", ""
     try:
         workers = Workers.ask(app)
@@ -352,7 +353,7 @@ def _facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         lacking=_lacking(app, found) if found is not None and workers is not None else "",
         found_in=delivery_of(app, queue_here(app, found.lock), workers) if found is not None else None,
         without_singlebeat=sorted(name for name, found in workers.versions.items() if not found) if workers else (),
-        silent=_silence(app, entry, records, workers) if entry is not None else "",
+        silent=_silence(app, entry, records, workers, state) if entry is not None else "",
         wrong_clocks=[*_wrong_clocks(app, workers)] if workers is not None and has_expired else (),
         holder_end=holder.end if holder is not None else None,
         holder_vanished=holder is not None and _has_vanished(app, holder, state, workers),
@@ -436,7 +437,9 @@ def _paused_by(entries: Schedule, entry: Entry) -> str:
     return by and f" {by}"
 
 
-def _silence(app: Celery, entry: Entry, records: Sequence[Record], workers: Workers | None) -> str:
+def _silence(
+    app: Celery, entry: Entry, records: Sequence[Record], workers: Workers | None, state: ScheduleStatus
+) -> str:
     """Return that all last runs of an entry failed, vanished or were skipped; empty if not.
 
     Args:
@@ -447,7 +450,8 @@ def _silence(app: Celery, entry: Entry, records: Sequence[Record], workers: Work
     is_open = bool(records) and records[0].end is None  # it may be the last of several runs without an end
     recent = Schedule(app).history(entry.name, EXPLAINED) if is_open else ()
     backlog, survived = Backlog(app, workers).of, Survival(app, workers).of
-    return silence(entry, own, recent, recorded=_record_ends(workers), backlog=backlog, survived=survived)
+    recorded = _record_ends(workers) and not state.sends_elsewhere  # else they are not these workers' runs
+    return silence(entry, own, recent, recorded=recorded, backlog=backlog, survived=survived)
 
 
 def _lacking(app: Celery, found: Found) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from celery.schedules import schedule
+from celery.schedules import crontab, schedule
 from click import unstyle
 
 from singlebeat import Schedule, Singleton, clocked
@@ -24,8 +24,9 @@ from singlebeat.beat.status import ScheduleStatus
 from singlebeat.connections import ResponseError
 from singlebeat.diagnosis.workers import Workers
 from singlebeat.locks import backend_of, worker_name
-from singlebeat.locks.base import Ref, unusable
+from singlebeat.locks.base import RUN_HEADER, Ref, unusable
 from singlebeat.log import LONGEST_REASON
+from singlebeat.run_results import flush_ends, record_end_of_message
 from tests.support import APP, RedisServer, SlowProxy, free_port, measured, without
 from tests.system.apps import make_app
 
@@ -695,6 +696,53 @@ def test_messages_wait_without_a_worker_only_where_there_are_any(findings, bench
     assert ("problem", "no worker answers: no run starts") in without
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+def test_workers_that_answer_no_questions_by_their_settings_are_no_problem(app, findings, bench, monkeypatch, is_on):
+    monkeypatch.setattr(Workers, "ask", lambda _: Workers({}, {}, {}, {}, {}, (0.0, 0.0)))
+    app.conf.worker_enable_remote_control = is_on
+    unseen = findings("workers", app=app)
+    backend_of(app).announce("w1", ttl=60)
+
+    ((level, text),) = findings("workers", app=app)
+
+    assert ("problem", "no worker answers: no run starts") in unseen
+    assert level == ("problem" if is_on else "warning")
+    assert "w1" in text
+    assert "worker_enable_remote_control" in text
+
+
+def test_a_beat_that_sends_where_no_run_ends_is_a_problem(findings, cli, bench, bench_on, server, own_server):
+    tools = bench_on(server, broker_url=own_server.celery_url, redbeat_redis_url=server.url)
+    for name in ("a", "b", "c"):
+        bench.put(name=name)
+    bench.tick()
+
+    ((level, text), *_) = findings("redbeat_key_prefix redbeat:", app=tools.app)
+    assert level == "problem"
+    assert "sends to the broker" in text
+    assert "has probably" not in cli("explain", "a", app=tools.app).output
+    record_end_of_message(bench.app, {"id": bench.ids[0], RUN_HEADER: {"entry": "a"}}, "success", worker="w")
+    flush_ends(bench.app)
+    assert findings("redbeat_key_prefix redbeat:", app=tools.app)[0][0] == "warning", "the broker has two names"
+
+
+def test_a_tool_that_reads_clocks_in_another_zone_than_beat_says_so(findings, cli, bench, bench_on, server):
+    nightly = {"task": f"{APP}.plain", "schedule": crontab(minute=0, hour=3)}
+    statics = {"nightly": nightly, "hourly": {"task": f"{APP}.plain", "schedule": 3600}}
+    bench = bench_on(server, timezone="Asia/Tokyo", beat_schedule=statics)
+    bench.tick()
+    tool = bench_on(server, timezone="UTC", beat_schedule=statics)
+
+    ((level, text),) = findings("timezone of nightly", app=tool.app)
+
+    assert level == "warning"
+    assert "beat reads its wall clock in Asia/Tokyo, and this process in UTC" in text
+    assert "in Asia/Tokyo, and this process in UTC" in cli("explain", "nightly", app=tool.app).output
+    assert "Asia/Tokyo" not in cli("explain", "hourly", app=tool.app).output
+    assert findings("timezone of nightly", app=bench.app) == []
+    assert "Asia/Tokyo" not in cli("explain", "nightly", app=bench.app).output
+
+
 def test_a_refused_history_is_named_by_all_that_read_it(findings, cli, bench, server, bench_on):
     with without(server, "xadd") as url:
         mute = bench_on(server, redbeat_redis_url=url.replace("redis+socket", "unix"))
@@ -925,8 +973,8 @@ def test_an_entry_of_beat_schedule_that_was_never_stored_is_named(bench, cli, fi
     assert why in explained
 
 
-@pytest.mark.parametrize("name", ["cache", ":lock"])
-def test_an_entry_of_beat_schedule_whose_key_is_taken_is_named(bench, cli, findings, name):
+@pytest.mark.parametrize("name", ["cache", ":lock", "half \ud800"])
+def test_an_entry_of_beat_schedule_whose_key_is_taken_or_not_possible_is_named(bench, cli, findings, name):
     if name == "cache":
         bench.redis.set("redbeat:cache", "of another program")
     bench.conf["beat_schedule"] = {name: {"task": f"{APP}.plain", "schedule": 60}}
@@ -935,10 +983,13 @@ def test_an_entry_of_beat_schedule_whose_key_is_taken_is_named(bench, cli, findi
 
     (text,) = [text for level, text in findings(f"entry {name}", app=scheduler.app) if level == "problem"]
 
-    why = f"the key redbeat:{name} is in use for other data: rename the entry"
-    assert text.endswith(f"so it does not run, for it cannot be stored: {why}")
-    explained = cli("explain", name, app=scheduler.app, code=None).output
-    assert (why if name == "cache" else "there can be no entry ':lock'") in explained
+    why = {
+        "cache": "the key redbeat:cache is in use for other data: rename the entry",
+        ":lock": "there can be no entry ':lock', because 'redbeat::lock' is a key of the schedule itself",
+    }.get(name, "half of a surrogate pair cannot be encoded")
+    assert "so it does not run, for it cannot be stored: " in text
+    assert why in text
+    assert why in cli("explain", name, app=scheduler.app, code=None).output
 
 
 def test_an_entry_that_another_app_has_on_purpose_is_named(bench, cli, findings):

@@ -103,6 +103,24 @@ def test_a_misspelt_django_setting_is_an_error_with_the_right_name(run):
     assert run(MISSPELT) == [7.0, "unknown setting singlebeat_lock_leese; did you mean singlebeat_lock_lease?"]
 
 
+LOAD = """
+import json, logging
+from django.conf import settings
+from tests.system.djangosite import celery_app
+from singlebeat.diagnosis.code import load_code
+
+settings.LOGGING = {"version": 1}  # which disables all loggers that are there
+host = logging.getLogger("host")
+why = load_code(celery_app)
+print(json.dumps([why, host.disabled, "tests.system.djangosite.tasks.add_note" in celery_app.tasks]))
+"""
+
+
+def test_the_page_in_django_loads_the_tasks_and_leaves_the_log_of_its_host_alone(run):
+    """Celery would set Django up once more."""
+    assert run(LOAD) == ["", False, True]
+
+
 SEND = """
 import json
 from django.core.management import call_command

@@ -20,7 +20,7 @@ from ...config import Config
 from ...connections import schedule_client, schedule_url
 from ...errors import ConflictError, EntryError, UnknownEntryError
 from ...lua import packed, script
-from ..calendar.recurrence import is_known, next_occurrence
+from ..calendar.recurrence import is_known, next_occurrence, reads_clock
 from ..calendar.zone import app_zone
 from ..keys import Keys
 from ..server_time import server_now
@@ -228,6 +228,11 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     def timetable(self) -> Timetable:
         """The entry's times."""
         return Timetable(self.name, self.schedule, self.policy, app_zone(self.app))
+
+    @property
+    def reads_clock_of_app(self) -> bool:
+        """Whether its times depend on the zone of its app."""
+        return self.policy.timezone is None and reads_clock(self.schedule)
 
     @classmethod
     def decode(cls, key: str, definition: str, app: Celery) -> Entry:

@@ -167,6 +167,7 @@ class Statics:
         owners = self._owners(names)
         ours = [name for name in names if self.owner in owners.get(name, (self.owner,))]
         unstored = {name for name in ours if not self.keys.is_possible(name)}
+        ours = [name for name in ours if name not in unstored]
         for at in range(0, len(ours), BATCH):
             batch = ours[at : at + BATCH]
             for name, fields in zip(
@@ -179,9 +180,9 @@ class Statics:
 
     def why_unstorable(self, name: str, now: datetime) -> str:
         """Return why an entry of ``beat_schedule`` cannot be stored; empty if it can."""
-        if not self.keys.is_possible(name) or isinstance(read_fields(self.client, [self.keys.prefix + name])[0], str):
-            return f"the key {self.keys.prefix}{name} is in use for other data: rename the entry"
         try:
+            if isinstance(read_fields(self.client, [self.keys.named(name)])[0], str):
+                return f"the key {self.keys.prefix}{name} is in use for other data: rename the entry"
             entry = _made(self.app, name, _given(self.app)[name])
             author = self._author
             saved = save_entries(self.client, self.keys, {name: entry}, now, author, keep_disabled=True, dry_run=True)
@@ -300,6 +301,7 @@ class Statics:
         if names is None:
             found = self.client.hgetall(self.keys.owners)
         else:
+            names = [name for name in names if self.keys.is_possible(name)]
             found = dict(zip(names, self.client.hmget(self.keys.owners, names), strict=True)) if names else {}
         return {name: text.split("\n") for name, text in found.items() if text is not None}
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from ...log import Log
 from ...lua import script
-from ..calendar.recurrence import reads_clock
 from ..calendar.zone import app_zone
 from ..entries.entry import Entry
 from ..entries.fields import BATCH, read_fields
@@ -89,7 +88,7 @@ class Places:
         """Return when an entry is due next by a wall clock of its app, None if none decides that."""
         policy, past = entry.policy, entry.meta
         is_finished = policy.max_runs is not None and past.total_run_count >= policy.max_runs
-        if policy.timezone is not None or is_finished or past.counts_from is None or not reads_clock(entry.schedule):
+        if is_finished or past.counts_from is None or not entry.reads_clock_of_app:
             return None
         if not self._time.has_for(definition, entry):
             return now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -15,9 +16,10 @@ from ...beat.keys import Keys
 from ...beat.schedule import Schedule
 from ...beat.server_time import UNFIT_FROM
 from ...beat.status import APART, MAX_LAG, NAMESAKE, NO_BEAT, REDBEAT_LEADS, SEE_LOG, ScheduleStatus, counted, to_delete
+from ...beat.store.history import History
 from ...beat.store.probe import STANDBY, refuses_writes, schedule_refusal
 from ...config import Config
-from ...connections import schedule_client
+from ...connections import RedisError, schedule_client
 from ..code import load_code, statics_here
 from ..facts import AGAIN, why_gone, why_outdated
 from ..leader import who
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 
 #: The fraction of its lease that a renewal may take before that is a warning.
 SLOW_FROM = 0.1
+
+#: How many of the last decisions are read to see whether runs end, and how many runs must have been sent without that.
+MOST_LATEST, LEAST_UNENDED = 100, 3
 
 
 def check_beats(app: Celery, schedule: Read) -> Iterator[Finding]:
@@ -159,8 +164,7 @@ def _apps(app: Celery, schedule: Read) -> Iterator[Finding]:
             if beat.get("app", statics.owner) not in {statics.owner, ""}:
                 text = f"the beat {beat['host']}, pid {beat['pid']}, which {role}, is of app {beat['app']}"
                 yield Finding("problem", about, f"{text}, not of {statics.owner}; {APART}")
-    for text in state.other_brokers(standbys=True):
-        yield Finding("warning", about, text)
+    yield from _elsewhere(app, schedule, about)
     ours = [beat for beat, _ in state.beats if beat.get("app") == statics.owner]
     theirs = sorted({beat.get("statics", "") for beat in ours} - {""})
     if why := load_code(app):
@@ -185,6 +189,25 @@ def _apps(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield from _removed(app, statics, state)
         now = datetime.fromtimestamp(state.now, UTC)
         yield from _outdated(app, statics, {*schedule.unusable, *state.quarantine}, now)
+
+
+def _elsewhere(app: Celery, schedule: Read, about: str) -> Iterator[Finding]:
+    """Check for beats that send to another broker, or read wall clocks in another zone, than this process."""
+    state = schedule.state
+    is_lost = state.sends_elsewhere and _no_run_ends(app, state)
+    for text in state.other_brokers(standbys=True):
+        yield Finding("problem" if is_lost else "warning", about, text)
+    if state.other_zone and (concerned := [each.name for each in schedule.usable if each.reads_clock_of_app]):
+        yield Finding("warning", f"timezone of {listed(concerned)}", state.other_zone)
+
+
+def _no_run_ends(app: Celery, state: ScheduleStatus) -> bool:
+    """Return whether several runs were sent since the leader leads, and none of them has ended."""
+    with suppress(RedisError, KeyError, ValueError):  # another part names the key; any program may add records
+        since = datetime.fromisoformat(state.leader["since"])
+        sent = [record for record in History(app).latest(MOST_LATEST) if record.is_sent and record.at >= since]
+        return len(sent) >= LEAST_UNENDED and all(record.end is None for record in sent)
+    return False
 
 
 def _removed(app: Celery, statics: Statics, state: ScheduleStatus) -> Iterator[Finding]:

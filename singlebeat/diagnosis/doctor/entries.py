@@ -179,7 +179,7 @@ def _histories(app: Celery, schedule: Read) -> Iterator[Finding]:
             by_name[name],
             own,
             recent[name],
-            recorded=schedule.workers_seen,
+            recorded=schedule.workers_seen and not schedule.state.sends_elsewhere,
             backlog=schedule.where_waits,
             survived=schedule.what_survived,
         ):

@@ -21,7 +21,7 @@ from ...errors import ConfigError, LockBackendError, SinglebeatError
 from ...locks.modes import LockMode, is_singleton, overlap_for
 from ...overlap import Overlap
 from ..locks import every
-from ..workers import NoQuestionsError, Workers, ahead_of_server, leaving_workers, silent_workers, unheard
+from ..workers import NoQuestionsError, Workers, ahead_of_server, last_seen, leaving_workers, silent_workers, unheard
 from .finding import MOST_NAMED, Finding, Read, of_locks
 
 if TYPE_CHECKING:
@@ -159,8 +159,20 @@ def _none_answers(app: Celery, schedule: Read) -> Finding:
                 "another worker, messages wait in their queues"
             )
             return Finding("warning", "workers", text)
+    lives = listed(sorted(worker for worker, age in last_seen(app).items() if age < lease))
+    if lives and not app.conf.worker_enable_remote_control:
+        text = (
+            f"{lives}: seen at the locks' server less than {lease:g} s ago. Workers answer no question while "
+            "worker_enable_remote_control is off, so their queues, tasks and slots are not checked, nor whether they "
+            "reach the broker"
+        )
+        return Finding("warning", "workers", text)
     waits = "messages wait in their queues" if _has_messages(app, schedule) else "no run starts"
-    return Finding("problem", "workers", f"no worker answers: {waits}")
+    seen = (
+        f". {lives} renewed locks less than {lease:g} s ago: it does not reach this broker, hangs, has died since, or "
+        "has worker_enable_remote_control switched off; then set that for this process, too"
+    )
+    return Finding("problem", "workers", f"no worker answers: {waits}{seen if lives else ''}")
 
 
 def _has_messages(app: Celery, schedule: Read) -> bool:
