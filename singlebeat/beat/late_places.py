@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
 from itertools import islice
 from typing import TYPE_CHECKING
-from zoneinfo import ZoneInfo
 
 from ..connections import schedule_client
 from ..errors import EntryError
@@ -18,7 +17,7 @@ from .calendar.zone import app_zone
 from .decide import claim_for
 from .entries.definition import LONGEST_STEP_BACK
 from .entries.entry import Entry
-from .entries.fields import BATCH, read_fields
+from .entries.fields import BATCH, read_fields, zone_of_beats
 from .entries.timetable import Timetable
 from .keys import Keys
 from .leadership.clock_guard import latest_shown
@@ -114,7 +113,7 @@ def late_places(app: Celery, entries: Iterable[Entry]) -> Iterator[tuple[str, La
         RedisError: the schedule's server does not answer.
     """
     client, keys, left = schedule_client(app), Keys.of(app), iter(entries)
-    now, zone = server_now(client, keys.schedule), _zone(client.get(keys.zone)) or app_zone(app)
+    now, zone = server_now(client, keys.schedule), zone_of_beats(client, keys) or app_zone(app)
     shown = latest_shown(client, keys)  # until the clock shows it again, entries wait on purpose
     while batch := [*islice(left, BATCH)]:
         found = _compare(keys, batch, _places(client, keys, [entry.name for entry in batch]), now, zone, shown)
@@ -128,14 +127,6 @@ def late_places(app: Celery, entries: Iterable[Entry]) -> Iterator[tuple[str, La
         after = _places(client, keys, names)
         same = {n: place for n, place in before.items() if place == after.get(n) and n not in quarantined}
         yield from _compare(keys, again, same, server_now(client, keys.schedule), zone, shown)
-
-
-def _zone(name: str | None) -> tzinfo | None:
-    """Return the zone in which the last leader has read wall clocks, None if it is not known."""
-    try:
-        return ZoneInfo(name) if name else None
-    except Exception:  # ZoneInfo raises five different errors for a name
-        return None
 
 
 #: A place in the schedule: a score, and the member that has it.

@@ -333,7 +333,7 @@ class Schedule:
     def next_runs(
         self, name: str, count: int, *, after: datetime | None = None, within: float = math.inf
     ) -> Sequence[datetime]:
-        """Return the next nominal times of an entry, in UTC, whether it is paused or not.
+        """Return the next nominal times of an entry as beats read them, in UTC, whether it is paused or not.
 
         Args:
             count: most times to return; there are fewer if the entry ends.
@@ -348,7 +348,8 @@ class Schedule:
         entry, now = self.get(name), self._now()
         # Without max_runs no run must be counted, so the times before ``after`` need not be computed.
         from_when = now if after is None or entry.policy.max_runs is not None else max(now, after)
-        runs = entry.timetable.runs(entry.meta.counts_from, from_when, count=entry.meta.total_run_count)
+        timetable = entry.timetable_of_beats(self._client)
+        runs = timetable.runs(entry.meta.counts_from, from_when, count=entry.meta.total_run_count)
         runs = _until(deadline := time.monotonic() + within, runs)
         if after is not None:
             runs = dropwhile(lambda nominal: nominal <= after, runs)
@@ -727,8 +728,9 @@ class Schedule:
         now, score = self._now(), self._client.zscore(self.keys.schedule, self.keys.named(name))
         try:
             entry = self._entry(name, fields)
-            before, past = entry.meta, entry.timetable.passed(entry.meta, now)
-            due_at = entry.timetable.due_at(past.counts_from, now)
+            timetable = entry.timetable_of_beats(self._client)
+            before, past = entry.meta, timetable.passed(entry.meta, now)
+            due_at = timetable.due_at(past.counts_from, now)
         except Exception:  # the entry is unusable; a user's own schedule may raise anything
             try:
                 before, due_at = Meta.decode(fields[1] or None, fields[3] or None, fields[5]), None

@@ -267,6 +267,30 @@ def test_a_change_keeps_an_overdue_run_before_one_that_jitter_delays(bench):
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        lambda api, when: api.upsert("e", PLAIN, when),
+        lambda api, when: api.upsert("e", PLAIN, when) and api.resume("e"),
+        lambda api, _: (api.pause("e"), api.resume("e")),
+        lambda api, _: api.get("e").reschedule(),
+    ],
+    ids=["saved", "saved and resumed", "resumed", "rescheduled"],
+)
+def test_a_tool_in_another_zone_than_beat_stores_the_places_of_beat(bench, change):
+    """Else a run would come hours late, or never."""
+    beat, tool = (Schedule(bench.new_app(timezone=zone)) for zone in ("Asia/Tokyo", "UTC"))
+    bench.redis.set("redbeat::zone", "Asia/Tokyo")
+    hour = datetime.now(ZoneInfo("Asia/Tokyo")).hour  # nine hours later in UTC
+    beat.upsert("e", PLAIN, crontab(minute=0, hour=(hour + 1) % 24))
+
+    change(tool, crontab(minute=0, hour=(hour + 2) % 24))
+
+    place = bench.redis.zscore("redbeat::schedule", "redbeat:e")
+    assert place <= beat.next_runs("e", 1)[0].timestamp()
+    assert tool.next_runs("e", 3) == beat.next_runs("e", 3)
+
+
+@pytest.mark.parametrize(
     ("zone", "own"),
     [("UTC", None), ("UTC", "Asia/Tokyo"), ("Asia/Tokyo", None)],
     ids=["rewritten in UTC", "the zone becomes the entry's", "nothing changes"],

@@ -27,7 +27,7 @@ from ..server_time import server_now
 from .author import BARE, CALLED, PERMITTED, RECORD, Author
 from .code_only import given_for, has_code, has_lazy
 from .definition import Meta, decode_definition, encode_definition, loads_object, why_too_deep
-from .fields import read_fields, write_fields
+from .fields import read_fields, write_fields, zone_of_beats
 from .options import check_encoding
 from .permission import check_allowed
 from .policy import EntryPolicy, PolicyOptions
@@ -38,6 +38,7 @@ from .timetable import PARKED, Timetable, is_listed_as_disabled, listed_policy, 
 if TYPE_CHECKING:
     from celery import Celery
 
+    from ...clients import RedisClient
     from ...locks.base import Options
     from ...locks.key import Arguments, NamedArguments
     from .definition import JsonObject
@@ -228,6 +229,13 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     def timetable(self) -> Timetable:
         """The entry's times."""
         return Timetable(self.name, self.schedule, self.policy, app_zone(self.app))
+
+    def timetable_of_beats(self, client: RedisClient) -> Timetable:
+        """Return the entry's times as the last leader reads them, whose app may have another zone than this process."""
+        own = self.timetable
+        if not self.reads_clock_of_app:
+            return own
+        return replace(own, zone=zone_of_beats(client, Keys.of(self.app)) or own.zone)
 
     @property
     def reads_clock_of_app(self) -> bool:
@@ -488,7 +496,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
             entry._ahead = entry.meta.counting_from(None, now).ahead
             entry.last_run_at, entry._since = moment, None
             entry.total_run_count += runs
-            due_at = entry.timetable.due_at(entry.meta.counts_from, now)
+            due_at = entry.timetable_of_beats(client).due_at(entry.meta.counts_from, now)
             place = repr(PARKED if due_at is None else due_at.timestamp())
             past = entry.meta.encode(), entry.meta.encode_since()
             row = (key, fields[:4], (definition, past[0], policy or "", past[1]), place)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from datetime import tzinfo
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from ...lua import packed, script
+from ..calendar.zone import zone_of_text
 from .author import BARE, CALLED, PERMITTED, RECORD
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from ..keys import Keys
     from .author import Author
 
-__all__ = ("BATCH", "FENCED", "Fence", "FencedError", "read_fields", "replies_of", "write_fields")
+__all__ = ("BATCH", "FENCED", "Fence", "FencedError", "read_fields", "replies_of", "write_fields", "zone_of_beats")
 
 #: The fields of one entry as ``read_fields`` returns them, or a string: a string is a sequence of strings, too.
 StoredFields = Sequence[str | None]
@@ -46,6 +48,11 @@ def read_fields(client: RedisClient, keys: Sequence[str], *more: str) -> Sequenc
     """
     rows: Sequence[StoredFields] = json.loads(script(__package__, "read")(client, keys, (*FIELDS, *more)))
     return rows
+
+
+def zone_of_beats(client: RedisClient, keys: Keys) -> tzinfo | None:
+    """Return the zone in which the last leader has read wall clocks, None if it is not known."""
+    return zone_of_text(client.get(keys.zone) or "")
 
 
 class FencedError(Exception):

@@ -14,10 +14,9 @@ from ...connections import RedisError
 from ...errors import ConflictError, EntryError
 from ..calendar.clocked import comes_once
 from ..calendar.recurrence import is_known
-from ..calendar.zone import zone_of_text
 from .code_only import given_for
 from .definition import LONGEST_STEP_BACK, Meta, loads_object, salvage_fields
-from .fields import BATCH, read_fields, write_fields
+from .fields import BATCH, read_fields, write_fields, zone_of_beats
 from .occurrence import Occurrence
 from .pauses import Pauses, read_pauses
 from .policy import EntryPolicy
@@ -127,7 +126,8 @@ def save_entries(
         for _ in range(ATTEMPTS):
             # Copies, which take over what is stored, such as a pause: that may have ended before the next attempt.
             planned = {name: copy.copy(entries[name]) for name in left}
-            wishes = _plan(client, keys, planned, results, now, keep_disabled, over or {})
+            is_of_tool = fence is None  # a leader stores the entries of its app by its own clock
+            wishes = _plan(client, keys, planned, results, now, keep_disabled, over or {}, is_of_tool=is_of_tool)
             left = () if dry_run else _write(client, keys, wishes, author, action, note, fence, unsent or {})
             for name in planned.keys() - set(left):
                 if results[name] is not None or dry_run:
@@ -150,6 +150,8 @@ def _plan(
     now: datetime,
     keep_disabled: bool,
     over: Mapping[str, tuple[str, str]],
+    *,
+    is_of_tool: bool,
 ) -> Mapping[str, _Wish]:
     members = dict[str, str]()
     for name in entries:
@@ -163,7 +165,7 @@ def _plan(
     scores = client.zmscore(keys.schedule, [*members.values(), *map(keys.bare, members)])
     scores = [key if key is not None else bare for key, bare in zip(scores, scores[len(members) :], strict=False)]
     pauses = cache(lambda: read_pauses(client, keys.pauses))  # asked only where an entry loses a tag
-    zone = cache(lambda: zone_of_text(client.get(keys.zone) or ""))  # asked only where times change
+    zone = cache(lambda: zone_of_beats(client, keys))  # asked only where times change
     wishes = {}
     for (name, member), fields, score in zip(members.items(), found, scores, strict=True):
         entry = entries[name]
@@ -188,7 +190,11 @@ def _plan(
             if is_kept and stored is not None and not _has_later_past(entry, stored, now):
                 entry.version = wanted, policy or ""
             else:
-                wish = _wish(entry, wanted, member, fields, score, now, pauses, zone, keep_disabled, has_moved)
+                own = entry.timetable.zone
+                read_in = zone() or own if is_of_tool and entry.reads_clock_of_app else own
+                wish = _wish(
+                    entry, wanted, member, fields, score, now, pauses, zone, keep_disabled, has_moved, read_in=read_in
+                )
                 _check(entry, wish, now)
                 wishes[name] = wish
         except Exception as exc:  # a user's own schedule may raise anything: this must not harm other entries
@@ -217,6 +223,8 @@ def _wish(
     zone: Callable[[], tzinfo | None],
     keep_disabled: bool,
     has_moved: bool,
+    *,
+    read_in: tzinfo,
 ) -> _Wish:
     definition, meta, policy, since, _, sent, *_ = fields
     # Each is decoded on its own: a broken one is replaced, and the rest is kept.
@@ -247,6 +255,7 @@ def _wish(
         # An entry that was finished may go on now.
         and (wanted.max_runs == entry.policy.max_runs or score is None or score >= 0)
     )
+    timetable = replace(entry.timetable, zone=read_in)
     was_off = not enabled or (wanted is not None and wanted.paused)
     was_off_until = None
     if was_off and entry.enabled and not entry.policy.paused:
@@ -266,10 +275,10 @@ def _wish(
                 before = replace(entry.timetable, schedule=stored.schedule, policy=wanted, zone=own)
             past = past.counting_from(_counts_from(before, entry.timetable, past, now, has_moved=has_moved), now)
         if was_off_until is not None:
-            past = entry.timetable.passed(past, was_off_until)
+            past = timetable.passed(past, was_off_until)
     is_broken = (definition and stored is None) or (meta and whole is None)
     moved = not same_times or goes_on or score is None or is_broken or has_run_since  # a broken entry may be parked
-    due_at = entry.timetable.due_at(past.counts_from, now) if moved else None
+    due_at = _earlier(entry.timetable, timetable, past, now) if moved else None
     writes_past = moved or not meta
     brought = past.sent if not definition or has_run_since else None  # by a past that comes from elsewhere
     return _Wish(
@@ -284,6 +293,15 @@ def _wish(
         ),
         repr(PARKED if due_at is None else due_at.timestamp()) if moved else "",
     )
+
+
+def _earlier(here: Timetable, there: Timetable, past: Meta, now: datetime) -> datetime | None:
+    """Return when an entry is due, in the zone of this process or in that of beats: a beat may check it too early.
+
+    A deploy may be about to change that zone, and this process may have the new one.
+    """
+    found = (each.due_at(past.counts_from, now) for each in ((here,) if here == there else (here, there)))
+    return min((due_at for due_at in found if due_at is not None), default=None)
 
 
 def _has_moved(entry: Entry, past: Meta | None, score: float | None, now: datetime) -> bool:
