@@ -26,7 +26,7 @@ Repeat = Callable[[Callable[[], object]], Any]
 
 
 #: Commands that only the node of their key can answer. Others are tried again on another node.
-OF_ONE_NODE = frozenset({"EVAL", "EVALSHA", "EXISTS"})
+OF_ONE_NODE = frozenset({"EVAL", "EVALSHA", "EVAL_RO", "EXISTS"})
 
 
 class _HangsError(RedisTimeoutError):
@@ -160,7 +160,7 @@ class _Pipeline:
 
     def _target(self, args: tuple[object, ...]) -> dict[str, object]:
         """Return the node of a script: redis-py would ask another node, which may hang, for the keys of the script."""
-        return {"target_nodes": self._node_of(str(args[3]))} if args[:1] == ("EVAL",) else {}
+        return {"target_nodes": self._node_of(str(args[3]))} if args[:1] in {("EVAL",), ("EVAL_RO",)} else {}
 
     def __enter__(self) -> Self:
         return self

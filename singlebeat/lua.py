@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,12 +12,26 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 if TYPE_CHECKING:
     from .clients import RedisClient
 
-__all__ = ("Script", "answered_scripts", "noting_answers", "packed", "script")
+__all__ = (
+    "EVAL_READING",
+    "Script",
+    "answered_scripts",
+    "noting_answers",
+    "packed",
+    "refuses_all_scripts",
+    "script",
+)
+
+#: Matches the refusal of a command, or of one in a pipeline.
+_FULL_DISK = re.compile(r"(^|caused error: )MISCONF")
+
+#: The command that runs a script which writes nothing.
+EVAL_READING = "EVAL_RO"
 
 #: The names of the scripts that were answered within ``noting_answers``.
 _answered: ContextVar[set[str] | None] = ContextVar("_answered", default=None)
@@ -53,10 +68,30 @@ class Script:
                 reply = client.eval(self.text, len(keys), *keys, *args)
         except RedisError as exc:
             exc.script = self.name  # type: ignore[attr-defined]
-            raise
+            if not refuses_all_scripts(exc):
+                raise
+            reply = self._only_read(client, keys, args, exc)
         if (answered := _answered.get()) is not None:
             answered.add(self.name)
         return reply
+
+    def _only_read(
+        self, client: RedisClient, keys: Sequence[str], args: Sequence[str | int | float], refusal: RedisError
+    ) -> Any:
+        """Run the script once more, and let the server refuse it only if it writes.
+
+        Raises:
+            RedisError: the given refusal; the script writes.
+        """
+        try:
+            return client.execute_command(EVAL_READING, self.text, len(keys), *keys, *args)
+        except ResponseError:
+            raise refusal from None
+
+
+def refuses_all_scripts(exc: RedisError) -> bool:
+    """Return whether a server has refused a script without a look at what it does: Redis 7 with a full disk does."""
+    return _FULL_DISK.search(str(exc)) is not None
 
 
 @contextmanager

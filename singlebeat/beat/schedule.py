@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import shlex
 import time
@@ -235,8 +236,8 @@ class Schedule:
             app=self.app,
             policy=EntryPolicy.of(policy),
             args=list(args),
-            kwargs=dict(kwargs or {}),
-            options=dict(options or {}),
+            kwargs=copy.copy(kwargs or {}),
+            options=copy.copy(options or {}),
             enabled=enabled,
         )
         return self.save(entry)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..broker import is_one_broker, own_broker
 from ..config import Config
-from ..connections import schedule_client
+from ..connections import ResponseError, schedule_client
 from ..errors import EntryError
+from ..lua import EVAL_READING, refuses_all_scripts
 from .calendar.zone import app_zone
 from .entries.definition import LONGEST_STEP_BACK
 from .entries.entry import Entry, Meta
@@ -409,25 +410,14 @@ class ScheduleStatus:
         keys, server_time, client = Keys.of(app), ServerTime(quiet=True), client or schedule_client(app)
         server_time.ask(client, keys.schedule)
         now = server_time.timestamp()
-        with client.pipeline(transaction=False) as pipe:
-            ask_leader(pipe, keys.lease)
-            pipe.zrange(keys.lease.standbys, 0, -1, withscores=True)
-            pipe.pttl(keys.lock or keys.lease.leader)
-            pipe.zcard(keys.schedule)
-            pipe.zcount(keys.schedule, 0, now)
-            # A score of 0 means "at once", and says nothing about how late the entry is.
-            pipe.zcount(keys.schedule, "(0", now - OVERDUE_AFTER)
-            pipe.zrangebyscore(keys.schedule, "(0", now, start=0, num=1, withscores=True)
-            pipe.zcard(keys.pending)
-            pipe.hlen(keys.quarantine)
-            pipe.get(keys.clock)
-            pipe.get(keys.lost)
-            pipe.get(keys.zone)
-            pipe.execute_command("EVAL", READ_PAUSES.text, 1, keys.pauses)
-            if names:
-                pipe.hgetall(keys.quarantine)
-            record, token, signs, ttl, entries, due, overdue, first, pending, quarantined, *rest = pipe.execute()
-            clock, lost, zone, many, *rest = rest
+        try:
+            asked = _ask(client, keys, now, names=names)
+        except ResponseError as exc:
+            if not refuses_all_scripts(exc):
+                raise
+            asked = _ask(client, keys, now, names=names, command=EVAL_READING)
+        record, token, signs, ttl, entries, due, overdue, first, pending, quarantined, *rest = asked
+        clock, lost, zone, many, *rest = rest
         leader = leader_of(record, token)
         pauses = Pauses.of(many)
         seen = {text: until / 1000 - STAY for text, until in signs}
@@ -482,6 +472,34 @@ class ScheduleStatus:
             why_leaderless=why_leaderless(client, keys.lease) if keys.lock is not None and ttl <= 0 else "",
             lost=_in_words(lost, keys.lost) if lost else "",
         )
+
+
+def _ask(client: RedisClient, keys: Keys, now: float, *, names: bool, command: str = "EVAL") -> Sequence[Any]:
+    """Read all that the status of a schedule is made from, in one round trip.
+
+    Args:
+        names: read the records of quarantined entries.
+        command: that runs a script which only reads.
+    """
+    with client.pipeline(transaction=False) as pipe:
+        ask_leader(pipe, keys.lease)
+        pipe.zrange(keys.lease.standbys, 0, -1, withscores=True)
+        pipe.pttl(keys.lock or keys.lease.leader)
+        pipe.zcard(keys.schedule)
+        pipe.zcount(keys.schedule, 0, now)
+        # A score of 0 means "at once", and says nothing about how late the entry is.
+        pipe.zcount(keys.schedule, "(0", now - OVERDUE_AFTER)
+        pipe.zrangebyscore(keys.schedule, "(0", now, start=0, num=1, withscores=True)
+        pipe.zcard(keys.pending)
+        pipe.hlen(keys.quarantine)
+        pipe.get(keys.clock)
+        pipe.get(keys.lost)
+        pipe.get(keys.zone)
+        pipe.execute_command(command, READ_PAUSES.text, 1, keys.pauses)
+        if names:
+            pipe.hgetall(keys.quarantine)
+        replies: Sequence[Any] = pipe.execute()
+    return replies
 
 
 def _in_words(lost: str, key: str) -> str:

@@ -52,6 +52,9 @@ Decorator = Callable[[Any], Any]
 #: Exit codes besides 0: not found, conflict or unhealthy; usage error, wrong setting or unreachable server.
 REFUSED, UNANSWERED = 1, 2
 
+#: File descriptors, which child processes have, too.
+STDOUT, STDERR = 1, 2
+
 #: Columns of a terminal that does not say how wide it is.
 WIDTH = 80
 
@@ -132,9 +135,16 @@ _NO_APP = ". No app is named, so that these are Celery's defaults: celery -A APP
 
 
 def _load_code(app: Celery) -> str:
-    # What a module prints is not the output of a command, which another program may read.
-    with redirect_stdout(sys.stderr):
-        return load_code(app)
+    """Import the tasks; what a module or its child process prints is not the output that another program may read."""
+    sys.stdout.flush()
+    kept = os.dup(STDOUT)
+    os.dup2(STDERR, STDOUT)
+    try:
+        with redirect_stdout(sys.stderr):
+            return load_code(app)
+    finally:
+        os.dup2(kept, STDOUT)
+        os.close(kept)
 
 
 def drop_output() -> None:

@@ -41,15 +41,22 @@ def load_code(app: Celery) -> str:
 
 def _load(app: Celery) -> str:
     why = ""
+    # As Celery does it, but it ends at the first that fails: each module says how its tasks' arguments are masked.
     each = (partial(app.loader.import_task_module, module) for module in app.loader.default_modules)
-    with _leaving_django_as_it_is(app):
-        # The first ends at a module that fails, and each module says how its tasks' arguments are masked.
-        for load in (app.loader.import_default_modules, *each, app.finalize):
-            try:
-                load()
-            except (Exception, SystemExit) as exc:  # of a user's module
-                why = why or without_passwords(f"{type(exc).__name__}: {exc}")
+    for load in (partial(_discover, app), *each, app.finalize):
+        try:
+            load()
+        except (Exception, SystemExit) as exc:  # of a user's module
+            why = why or without_passwords(f"{type(exc).__name__}: {exc}")
     return why
+
+
+def _discover(app: Celery) -> None:
+    with _leaving_django_as_it_is(app):
+        replies = import_modules.send(sender=app)  # to ``autodiscover_tasks`` and the like
+    for _, reply in replies:
+        if isinstance(reply, Exception):
+            raise reply
 
 
 @contextmanager

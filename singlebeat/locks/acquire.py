@@ -221,12 +221,14 @@ def plan_call(
     options: Options,
     key: str = "",
     has_new_id: bool = False,
+    is_awaited: bool = False,
 ) -> Plan:
     """Return what a call needs before it may be sent, by the task's lock mode and the call's overlap policy; no I/O.
 
     Args:
         key: of its lock, if it is known.
         has_new_id: whether the task id was made for this call.
+        is_awaited: it is no duplicate of the call that holds its lock, and waits for the end of that.
 
     Raises:
         ConfigError: the app's lock backend does not support the policy.
@@ -238,7 +240,7 @@ def plan_call(
     key = key or str(task.generate_lock(task.name, args, kwargs))
     if overlap is Overlap.ALLOW_ALL or task.lock == LockMode.WHILE_EXECUTING:
         return Plan(unlocked_ticket(task, task_id, key, overlap))
-    must_be_sent = has_continuations(options) or overlap is Overlap.BUFFER_ALL
+    must_be_sent = is_awaited or has_continuations(options) or overlap is Overlap.BUFFER_ALL
     call = _call(task, Ref(key, task_id, generation(options)), args, kwargs, options)
     wait, is_of_beat = call.ttl, RUN_HEADER in (options.get("headers") or {})
     otherwise: Ticket | None = None

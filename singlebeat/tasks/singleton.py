@@ -239,7 +239,9 @@ class Singleton(Task):  # type: ignore[misc]
             ttl = self.time_to_start(options)
             return hand_over_and_send(self, run, options, publish, request=self.request, ttl=ttl)
         key = str(self.generate_lock(self.name, args, kwargs))
-        plan = plan_call(self, task_id, args, kwargs, overlap=overlap, options=given, key=key, has_new_id=has_new_id)
+        about: dict[str, Any] = {"options": given, "key": key, "has_new_id": has_new_id}
+        about["is_awaited"] = self._is_own_retry(options)  # under another id, else it had its ticket
+        plan = plan_call(self, task_id, args, kwargs, overlap=overlap, **about)
         try:
             sent = send_call(self, plan, publish, producer, options)
         except LockBackendError as exc:
@@ -260,9 +262,16 @@ class Singleton(Task):  # type: ignore[misc]
         if maker is None or maker.request.id != task_id:
             return Ticket.of_message(options.get("headers") or {}, task_id)
         run = getattr(self.request, RUN_HEADER, None) if self.request_stack is not None else None
+        is_ours = isinstance(run, Run) and run.ticket.task_id == task_id
+        return run.ticket if isinstance(run, Run) and is_ours and self._is_own_retry(options) else None
+
+    def _is_own_retry(self, options: Options) -> bool:
+        """Return whether the run of this task that makes a call makes it as its retry."""
+        maker = self.app.current_worker_task
+        if maker is None or maker.name != self.name:
+            return False
         nesting = (each.get("replaced_task_nesting") or 0 for each in (options, vars(maker.request)))
-        is_retry = len({*nesting}) == 1 and (options.get("retries") or 0) > maker.request.retries
-        return run.ticket if is_retry and isinstance(run, Run) and run.ticket.task_id == task_id else None
+        return len({*nesting}) == 1 and (options.get("retries") or 0) > maker.request.retries
 
     def _is_awaited(self, options: Options, *, has_new_id: bool) -> bool:
         """Return whether a chain, a chord or the like waits for a call; often Celery makes it, and would hear no error.

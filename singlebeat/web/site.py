@@ -63,8 +63,7 @@ class Site:
 
     def __init__(self, app: Celery, gate: Gate, *, hide_arguments: bool = False, token_field: str = COOKIE) -> None:
         self.app, self.gate = app, gate
-        if why := load_code(app):
-            log.warning("the page does not know all tasks", event="not_imported", reason=why)
+        self._said_why = ""  #: why the page does not know all tasks, as the log has it
         self.board = Board(app, hide_arguments=hide_arguments, read_only=gate.read_only)
         self.api = Api(self.board, gate)
         self.token_field = token_field
@@ -72,6 +71,11 @@ class Site:
     @noting_answers()
     def answer(self, request: PageRequest, user: User) -> PageReply:
         """Answer a request of a user who was admitted; an error becomes a page that says what to do."""
+        # Not when the page is mounted: the module that does that may be one which the modules of tasks import.
+        why = load_code(self.app)
+        if why != self._said_why:
+            self._said_why = why
+            log.warning("the page does not know all tasks", event="not_imported", reason=why)
         try:
             user.check(Role.READ)  # before all else: an error shows the state of the schedule, too
             return self.api.answer(request, user) if request.is_of_api else self._answer(request, user)

@@ -89,11 +89,41 @@ def test_a_module_of_tasks_that_prints_or_exits_spoils_no_command(cli, app, redi
     assert json.loads(cli("list", "--json").stdout)["entries"] == []
 
 
+def test_a_page_is_mounted_before_it_imports_the_modules_of_tasks(app, redis, module):
+    """They may import the module that mounts it, as is common with Flask and FastAPI."""
+    Entry("e", "shop.included_login", schedule(60), args=["ann", SECRET], app=app).save()
+    module(LOGIN.replace("import app", "import app, mounted"))  # which is defined once that module is imported
+    page = web.app(app)
+    sys.modules["shop_of_this_test"].mounted = page
+
+    with TestClient(page, client=("127.0.0.1", 50_000), base_url="http://localhost") as visitor:
+        output = visitor.get("/entry", params={"name": "e"}).text
+
+    assert "ann" in output
+    assert SECRET not in output
+
+
+def test_a_module_of_tasks_that_fails_is_executed_once(cli, app, redis, module):
+    module("import sys; print('executed', file=sys.stderr); raise ValueError")
+
+    assert cli("list").stderr.count("executed") == 1
+
+
+def test_what_a_child_of_a_module_of_tasks_prints_spoils_no_command(cli, app, redis, module, capfd):
+    module("import subprocess; subprocess.run(['echo', 'v1.2'], check=True)")
+
+    cli("list", "--json")
+
+    seen = capfd.readouterr()
+    assert ("v1.2" in seen.out, "v1.2" in seen.err) == (False, True)
+
+
 def test_a_module_of_tasks_that_cannot_be_imported_is_named(cli, app, redis, module, findings, logged):
     module("import no_such_library")
 
     shown = cli("list", "--json")
-    web.app(app)
+    with TestClient(web.app(app), client=("127.0.0.1", 50_000), base_url="http://localhost") as visitor:
+        visitor.get("/")
 
     assert json.loads(shown.stdout)["entries"] == []
     assert "Warning: a module of tasks cannot be imported here: ModuleNotFoundError: No module named" in shown.stderr

@@ -6,9 +6,10 @@ import json
 import logging
 import os
 import re
+import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -409,6 +410,47 @@ def test_a_server_that_refuses_to_write_is_unhealthy_for_every_probe(probe, cli,
     assert re.fullmatch(f"Error: {where}: {says}.*\n", health)
     assert again[0] == (200, "ok")
     assert again[1].startswith("healthy: ")
+
+
+@pytest.fixture
+def without_disk(own_server, bench_on) -> Iterator[Bench]:
+    """A beat with an entry that has run, on a server whose disk is full since then."""
+    bench = bench_on(own_server)
+    bench.put()
+    bench.tick()
+    where = bench.redis.config_get("dir")["dir"]
+    bench.redis.config_set("save", "3600 1")
+    shutil.rmtree(where)
+    with suppress(ResponseError):
+        bench.redis.bgsave()
+    wait_until(lambda: bench.redis.info("persistence")["rdb_last_bgsave_status"] == "err")
+    yield bench
+    os.makedirs(where)
+    bench.redis.config_set("save", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("status", "entries"),
+        ("list", "every 3600 s"),
+        ("show e", "task"),
+        ("explain e", "Nothing is sent because of the schedule's server: it refuses to write"),
+        ("history", "dispatched"),
+        ("next e", "+00:00"),
+        ("changes", "ENTRY"),
+        ("locks", "HELD BY"),
+        ("export", "definition"),
+    ],
+)
+def test_what_only_reads_answers_while_the_disk_of_the_server_is_full(cli, without_disk, command, says):
+    """Above all a copy of what is only in memory."""
+    assert says in cli(*command.split(), app=without_disk.app).output
+
+
+def test_a_server_whose_disk_is_full_is_unhealthy_and_takes_no_change(cli, without_disk):
+    assert "MISCONF" in cli("health", app=without_disk.app, code=1).output
+    assert "MISCONF" in cli("delete", "e", app=without_disk.app, code=2).output
 
 
 def test_a_beat_that_may_not_run_cached_scripts_is_not_ready(lacking, redis, probe):

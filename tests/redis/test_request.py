@@ -331,6 +331,26 @@ def test_a_retry_keeps_its_lock_though_its_sender_has_copied_the_headers(app, de
     assert redis.hmget(lock, "state", "gen") == ["queued", "2"]
 
 
+@pytest.mark.parametrize("mode", [mode for mode in LockMode if mode != LockMode.UNTIL_EXPIRED])
+def test_a_retry_under_another_id_is_no_duplicate_of_its_own_run(app, deliver, redis, mode):
+    def body(self: Any) -> int:
+        if self.request.retries == 0:
+            raise self.retry(countdown=0, task_id="another")
+        return self.request.retries
+
+    task = app.task(body, name="app.renamed", bind=True, base=Singleton, shared=False, lock=mode)
+    task.apply_async(task_id="first")
+
+    started(deliver(task))
+    renewer_of(app).flush()
+
+    retried = deliver(task)
+    assert (retried.id, retried.request_dict["retries"]) == ("another", 1)
+    started(retried)
+    renewer_of(app).flush()
+    assert messages(redis) == (0, 0)
+
+
 def calls_and_retries(self: Any, value: str) -> None:
     """Retry with arguments whose lock an equal call holds by then, and with headers of its own."""
     self.apply_async([value], task_id="another")
