@@ -386,6 +386,8 @@ def _read_ends(app: Celery, locks: Sequence[Waiting]) -> Mapping[Ref, str]:
 
     def ask(backend: Backend) -> None:
         for lock in locks:
+            if lock.ref.generation >= 1:  # of a retry, which has the id of the run that has sent it and has returned
+                continue
             end = stored_end(backend, lock.ref.task_id)
             # Another message with this task id may have run before.
             if end is not None and end.at is not None and end.at.timestamp() >= lock.since:

@@ -526,6 +526,8 @@ def _send_again(
     countdown = _sendable(task.app, countdown)
     again = replace(ticket.undelivered, pause=countdown)
     headers = {**without_deaths(request.headers), HEADER: again.header()}
+    if isinstance(run := vars(request).get(RUN_HEADER), dict):  # with Sentry, ``request.headers`` holds only some
+        headers[RUN_HEADER] = run
     headers["parent_id"] = request.parent_id  # in place of Celery's: it would take this run for the parent
     shown = {name: request.get(name) for name in ("argsrepr", "kwargsrepr")}  # else Celery would show all arguments
     encoding = {"serializer": ticket.serializer, "compression": request.get("compression")}
@@ -542,7 +544,8 @@ def _send_again(
 
     def publish(**options: object) -> None:
         # The method of Task: the method of Singleton would hand the lock over to the new message.
-        Task.apply_async(task, signature.args, signature.kwargs, **{**signature.options, **options})
+        made = {**(signature.options.get("headers") or {}), **headers}  # a user's class may make its own
+        Task.apply_async(task, signature.args, signature.kwargs, **{**signature.options, "headers": made, **options})
 
     # All headers: with Sentry, ``request.headers`` holds only some of them.
     with same_trace(vars(request)):

@@ -1446,6 +1446,42 @@ def test_a_lock_that_was_named_twice_is_freed_and_logged_once(app, buffered, red
     assert len([each for each in caplog.records if "event=ran_elsewhere" in each.message]) == 1
 
 
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_the_result_of_a_run_that_has_sent_a_retry_is_not_that_of_the_retry(app, deliver, redis, base):
+    task = app.task(retries_and_returns, name="app.later", bind=True, base=base, shared=False)
+    task_id, lock = uuid(), "SINGLETONLOCK_a"
+    started(deliver(task, [], id=task_id, **{HEADER: {"id": task_id, "key": lock}}))
+    renewer_of(app).flush()
+    assert AsyncResult(task_id, app=app).state == "SUCCESS"
+    redis.hincrby(lock, "since", -1_000_000)  # its countdown is over, and it waits in a long queue
+    redis.hdel(lock, "renewed")
+
+    found = lost.LostMessages(app).search(backend_of(app), [lock])
+
+    assert [each.outcome for each in found] in ([], [""])
+    assert redis.hget(lock, "gen") == "1"
+
+
+class OwnHeaders(Task):
+    """A task whose user makes the headers of its retries."""
+
+    def signature_from_request(self, *args: Any, **kwargs: Any) -> Any:
+        return super().signature_from_request(*args, **{**kwargs, "headers": {"user": "u"}})
+
+
+@pytest.mark.parametrize("copied", [{}, {"headers": {"sentry-trace": "t"}}], ids=["", "by Sentry"])
+def test_a_message_that_is_put_off_keeps_its_ticket_beside_headers_of_the_user(app, deliver, redis, other, copied):
+    task = app.task(same, name="app.task", shared=False, base=OwnHeaders)
+    task_id = uuid()
+    started(deliver(task, ["a"], id=task_id, **{HEADER: waiting(task_id), RUN_HEADER: {"entry": "e"}}, **copied))
+
+    again = deliver(task)
+
+    assert again.ticket is not None
+    assert again.request_dict[RUN_HEADER] == {"entry": "e"}
+    assert again.request_dict["user"] == "u"
+
+
 def test_a_task_keeps_its_lock_in_a_custom_backend_while_its_retries_wait(app, deliver, tmp_path):
     app.conf.singleton_backend_class = "tests.redis.test_legacy_backend.FileBackend"
     app.conf.singleton_backend_url = f"file:{tmp_path / 'locks'}"

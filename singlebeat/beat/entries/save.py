@@ -300,7 +300,7 @@ def _earlier(here: Timetable, there: Timetable, past: Meta, now: datetime) -> da
 
     A deploy may be about to change that zone, and this process may have the new one.
     """
-    found = (each.due_at(past.counts_from, now) for each in ((here,) if here == there else (here, there)))
+    found = (each.due_at(past.counts_from, now) for each in ((here,) if here.zone == there.zone else (here, there)))
     return min((due_at for due_at in found if due_at is not None), default=None)
 
 
