@@ -29,6 +29,7 @@ from redis.sentinel import (
 
 from .cluster import Cluster
 from .errors import ConfigError
+from .server_errors import says_disk_full
 
 if TYPE_CHECKING:
     from redis.backoff import AbstractBackoff
@@ -181,6 +182,14 @@ class _Connecting:
         """Connect as ``connect`` does; redis-py from version 6 on calls it in most places."""
         with _unanswered(self):
             super().connect_check_health(*args, **kwargs)  # type: ignore[misc]
+
+    def _send_ping(self: Any) -> None:
+        """Check that the server lives; one whose disk is full refuses a ping, too, and answers what only reads."""
+        try:
+            super()._send_ping()  # type: ignore[misc]
+        except redis_errors.ResponseError as exc:
+            if not says_disk_full(exc):
+                raise
 
     def on_connect(self: Any) -> None:
         """Greet the server; redis-py before version 6 also pings it then, which is not retried either."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,6 +12,8 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import NoScriptError, RedisError, ResponseError
+
+from .server_errors import says_disk_full
 
 if TYPE_CHECKING:
     from .clients import RedisClient
@@ -23,12 +24,8 @@ __all__ = (
     "answered_scripts",
     "noting_answers",
     "packed",
-    "refuses_all_scripts",
     "script",
 )
-
-#: Matches the refusal of a command, or of one in a pipeline.
-_FULL_DISK = re.compile(r"(^|caused error: )MISCONF")
 
 #: The command that runs a script which writes nothing.
 EVAL_READING = "EVAL_RO"
@@ -68,7 +65,7 @@ class Script:
                 reply = client.eval(self.text, len(keys), *keys, *args)
         except RedisError as exc:
             exc.script = self.name  # type: ignore[attr-defined]
-            if not refuses_all_scripts(exc):
+            if not says_disk_full(exc):
                 raise
             reply = self._only_read(client, keys, args, exc)
         if (answered := _answered.get()) is not None:
@@ -87,11 +84,6 @@ class Script:
             return client.execute_command(EVAL_READING, self.text, len(keys), *keys, *args)
         except ResponseError:
             raise refusal from None
-
-
-def refuses_all_scripts(exc: RedisError) -> bool:
-    """Return whether a server has refused a script without a look at what it does: Redis 7 with a full disk does."""
-    return _FULL_DISK.search(str(exc)) is not None
 
 
 @contextmanager

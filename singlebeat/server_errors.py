@@ -12,8 +12,12 @@ __all__ = (
     "is_full",
     "is_key_denied",
     "is_login_refused",
+    "says_disk_full",
     "with_advice",
 )
+
+#: Matches that refusal of a command, or of one in a pipeline.
+_DISK_FULL = re.compile(r"(^|caused error: )MISCONF")
 
 #: Errors that concern every write, and what to do.
 _ADVICE = {
@@ -114,3 +118,8 @@ def is_denied(error: Exception | str) -> bool:
         or is_key_denied(error)
         or any(text in str(error).lower() for text in ("noperm", "no permissions to", "can't run this command"))
     )
+
+
+def says_disk_full(exc: Exception) -> bool:
+    """Return whether a server refuses all scripts and pings because it cannot save to its disk, as Redis 7 does."""
+    return _DISK_FULL.search(str(exc)) is not None

@@ -261,14 +261,14 @@ class Dispatcher:
             with self.failures.asking_locks():
                 backend_of(self.app).finish_many(locks, remember_for=remember_for, ran=is_over)
         except LockBackendError:
-            self.release_later(locks)
+            self.release_later(locks, remember_for=remember_for if is_over else 0.0)
         except ConfigError:  # then there are no locks
             pass
 
-    def release_later(self, locks: Sequence[Ref]) -> None:
-        """Free locks when their server answers again."""
+    def release_later(self, locks: Sequence[Ref], *, remember_for: float = 0.0) -> None:
+        """Free locks when their server answers again, and remember for some seconds that their runs are over."""
         for lock in locks:
-            release_later(self.app, lock)
+            release_later(self.app, lock, remember_for=remember_for)
 
     def begun(self, claimed: Sequence[ClaimedOccurrence]) -> Mapping[str, bool | None]:
         """Return by id whether the runs of occurrences have begun or ended: an earlier try has sent their messages.
@@ -294,8 +294,9 @@ class Dispatcher:
         """Free the locks of occurrences that are not to be sent after all; a message of an earlier try is refused."""
         self.failures.backoff.forget(*(each.stored.entry.key for each in claimed))
         messages, _ = prepare(self.app, self.report_each(claimed), looked_after=True)
-        self.release(*(lock for message in messages for lock in message.run_locks), is_over=True)
-        self.release(*(lock for message in messages for lock in message.locks))
+        of_runs = [lock for message in messages for lock in message.run_locks]
+        self.release(*of_runs, is_over=True)
+        self.release(*(lock for message in messages for lock in message.locks if lock not in message.run_locks))
 
 
 def has_begun(ref: Ref, holder: Holder | None) -> bool:

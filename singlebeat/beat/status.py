@@ -16,7 +16,8 @@ from ..broker import is_one_broker, own_broker
 from ..config import Config
 from ..connections import ResponseError, schedule_client
 from ..errors import EntryError
-from ..lua import EVAL_READING, refuses_all_scripts
+from ..lua import EVAL_READING
+from ..server_errors import says_disk_full
 from .calendar.zone import app_zone
 from .entries.definition import LONGEST_STEP_BACK
 from .entries.entry import Entry, Meta
@@ -413,7 +414,7 @@ class ScheduleStatus:
         try:
             asked = _ask(client, keys, now, names=names)
         except ResponseError as exc:
-            if not refuses_all_scripts(exc):
+            if not says_disk_full(exc):
                 raise
             asked = _ask(client, keys, now, names=names, command=EVAL_READING)
         record, token, signs, ttl, entries, due, overdue, first, pending, quarantined, *rest = asked

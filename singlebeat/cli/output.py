@@ -136,6 +136,8 @@ _NO_APP = ". No app is named, so that these are Celery's defaults: celery -A APP
 
 def _load_code(app: Celery) -> str:
     """Import the tasks; what a module or its child process prints is not the output that another program may read."""
+    if sys.stdout is None or sys.stderr is None:  # it is closed, and the number may be that of a socket by now
+        return load_code(app)
     sys.stdout.flush()
     kept = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)

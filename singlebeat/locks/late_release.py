@@ -35,7 +35,7 @@ class _LateReleases:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self._refused: SimpleQueue[tuple[BaseBackend, Ref, float]] = SimpleQueue()
+        self._refused: SimpleQueue[tuple[BaseBackend, Ref, float, float]] = SimpleQueue()
         self._wanted: dict[Ref, float] = {}  #: deadline by call; other calls in the queue were sent after all
         #: A mutex of ``_is_released`` and ``forget``: it holds one item while it is free.
         self._mutex: SimpleQueue[None] = SimpleQueue()
@@ -46,12 +46,12 @@ class _LateReleases:
             self._run, has_work=lambda: not self._refused.empty(), name="singlebeat-late-release"
         )
 
-    def add(self, app: Celery, ref: Ref) -> None:
+    def add(self, app: Celery, ref: Ref, remember_for: float) -> None:
         if app not in self._backends:
             self._backends[app] = new_backend(app, own_connections=True)
         if self._refused.qsize() < MOST_CALLS:
             self._wanted[ref] = deadline = time.monotonic() + PATIENCE
-            self._refused.put((self._backends[app], ref, deadline))
+            self._refused.put((self._backends[app], ref, deadline, remember_for))
         self.thread.wake()
 
     @property
@@ -70,23 +70,23 @@ class _LateReleases:
     def _run(self) -> None:
         while True:
             try:
-                backend, ref, deadline = self._refused.get(timeout=PAUSE)
+                backend, ref, deadline, remember_for = self._refused.get(timeout=PAUSE)
             except Empty:
                 return
-            if self._is_released(backend, ref, deadline) or time.monotonic() >= deadline:
+            if self._is_released(backend, ref, deadline, remember_for) or time.monotonic() >= deadline:
                 if self._wanted.get(ref) == deadline:
                     self._wanted.pop(ref, None)
             else:
-                self._refused.put((backend, ref, deadline))  # behind the calls of servers that may answer
+                self._refused.put((backend, ref, deadline, remember_for))  # behind the calls of servers that may answer
                 native_sleep(PAUSE)
 
-    def _is_released(self, backend: BaseBackend, ref: Ref, deadline: float) -> bool:
+    def _is_released(self, backend: BaseBackend, ref: Ref, deadline: float, remember_for: float) -> bool:
         try:
             backend.get(ref.key)  # once the server answers, it has run the earlier requests
             self._mutex.get()
             try:
                 if self._wanted.get(ref) == deadline:
-                    backend.finish_many([ref], remember_for=0)
+                    backend.finish_many([ref], remember_for=remember_for, ran=remember_for > 0)
             finally:
                 self._mutex.put(None)
         except LockBackendError:
@@ -100,12 +100,16 @@ class _LateReleases:
 _releases = _LateReleases()
 
 
-def release_later(app: Celery, ref: Ref) -> None:
-    """Free the lock of a call as soon as the locks' server answers, which did not answer the call."""
+def release_later(app: Celery, ref: Ref, *, remember_for: float = 0.0) -> None:
+    """Free the lock of a call as soon as the locks' server answers, which did not answer the call.
+
+    Args:
+        remember_for: seconds for which its run counts as over, so that none begins.
+    """
     global _releases  # noqa: PLW0603 - a forked child has none of its parent's threads
     if _releases.pid != os.getpid():
         _releases = _LateReleases()
-    _releases.add(app, ref)
+    _releases.add(app, ref, remember_for)
 
 
 def awaits_releases() -> bool:

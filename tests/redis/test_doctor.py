@@ -974,7 +974,7 @@ def test_an_entry_of_beat_schedule_that_was_never_stored_is_named(bench, cli, fi
 
 
 @pytest.mark.parametrize("name", ["cache", ":lock", "half \ud800"])
-def test_an_entry_of_beat_schedule_whose_key_is_taken_or_not_possible_is_named(bench, cli, findings, name):
+def test_an_entry_of_beat_schedule_that_can_have_no_key_is_named(bench, cli, findings, name):
     if name == "cache":
         bench.redis.set("redbeat:cache", "of another program")
     bench.conf["beat_schedule"] = {name: {"task": f"{APP}.plain", "schedule": 60}}

@@ -214,7 +214,7 @@ def retries_and_returns(self: Any) -> None:
 @pytest.mark.parametrize(
     ("base", "body"), [(Unheard, "retries_later"), (Task, "retries_and_returns")], ids=["hook fails", "throw=False"]
 )
-def test_a_plain_run_that_celery_does_not_end_as_a_retry_leaves_its_lock_to_it(app, deliver, redis, base, body):
+def test_a_plain_run_leaves_its_lock_to_its_retry_however_it_ends(app, deliver, redis, base, body):
     task = app.task(globals()[body], name="app.later", bind=True, base=base, shared=False)
     task_id, lock = uuid(), "SINGLETONLOCK_a"
 
@@ -1447,7 +1447,7 @@ def test_a_lock_that_was_named_twice_is_freed_and_logged_once(app, buffered, red
 
 
 @pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
-def test_the_result_of_a_run_that_has_sent_a_retry_is_not_that_of_the_retry(app, deliver, redis, base):
+def test_the_result_of_a_run_is_not_that_of_its_retry(app, deliver, redis, base):
     task = app.task(retries_and_returns, name="app.later", bind=True, base=base, shared=False)
     task_id, lock = uuid(), "SINGLETONLOCK_a"
     started(deliver(task, [], id=task_id, **{HEADER: {"id": task_id, "key": lock}}))
@@ -1470,7 +1470,7 @@ class OwnHeaders(Task):
 
 
 @pytest.mark.parametrize("copied", [{}, {"headers": {"sentry-trace": "t"}}], ids=["", "by Sentry"])
-def test_a_message_that_is_put_off_keeps_its_ticket_beside_headers_of_the_user(app, deliver, redis, other, copied):
+def test_a_message_that_is_put_off_keeps_its_ticket_beside_own_headers(app, deliver, redis, other, copied):
     task = app.task(same, name="app.task", shared=False, base=OwnHeaders)
     task_id = uuid()
     started(deliver(task, ["a"], id=task_id, **{HEADER: waiting(task_id), RUN_HEADER: {"entry": "e"}}, **copied))

@@ -1849,6 +1849,33 @@ def test_a_run_under_any_lock_that_has_begun_is_not_called_paused(server, redis,
         assert late.verdict is Verdict.DONE, "what the history calls paused does not run"
 
 
+@pytest.mark.parametrize("task", [PLAIN, SINGLE])
+def test_what_is_called_paused_does_not_run_though_its_lock_is_freed_later(
+    server, redis, own_server, bench_on, monkeypatch, task
+):
+    """The locks' server answers whether the run has begun, and is away then for a moment."""
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    backend_of(bench.app).announce("w", ttl=60)  # which frees the locks of plain tasks
+    bench.put(task=task)
+    scheduler = bench.scheduler(app=bench.app)
+    confirm = scheduler.store.confirm
+    scheduler.store.confirm = lambda *_: None  # it is killed before
+    scheduler.tick()
+    scheduler.store.confirm = confirm
+    (message,) = [json.loads(raw)["headers"] for raw in own_server.client().lrange(QUEUE, 0, -1)]
+    ticket, backend = Ticket.of_message(message, message["id"]).delivered("n"), backend_of(bench.app)
+    redis.hset("redbeat:e", "policy", '{"paused": true}')
+    monkeypatch.setattr(backend, "finish_many", Mock(side_effect=LockBackendError("away")))  # not that of the thread
+
+    bench.retry_now()
+    scheduler.tick()
+
+    assert bench.decisions == ["paused"]
+    wait_until(lambda: redis.exists(done_key(ticket.key)))
+    late = backend.begin(ticket.run, queued=ticket.queued, lease=60, remember_for=60, task=task, arguments="")
+    assert late.verdict is Verdict.DONE
+
+
 @pytest.mark.parametrize("how", ["paused", "disabled"])
 def test_a_pending_occurrence_is_not_sent_once_its_entry_is_paused(server, redis, own_server, bench_on, how):
     bench = bench_on(server, broker_url=own_server.celery_url)

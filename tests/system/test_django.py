@@ -116,7 +116,7 @@ print(json.dumps([why, host.disabled, "tests.system.djangosite.tasks.add_note" i
 """
 
 
-def test_the_page_in_django_loads_the_tasks_and_leaves_the_log_of_its_host_alone(run):
+def test_the_page_in_django_leaves_the_log_of_its_host_alone(run):
     """Celery would set Django up once more."""
     assert run(LOAD) == ["", False, True]
 

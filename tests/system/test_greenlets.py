@@ -165,7 +165,7 @@ print("answers")
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_command_asks_for_results_though_a_module_of_tasks_has_patched_it(library, redis, server):
+def test_a_command_asks_for_results_though_its_tasks_have_patched_it(library, redis, server):
     """It imports these modules last."""
     imports = "from celery import Celery\nfrom singlebeat.beat.result_backend import check_results"
 

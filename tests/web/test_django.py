@@ -271,7 +271,7 @@ def test_two_first_requests_at_once_make_one_site(page, monkeypatch):
     assert made == ["a site"]
 
 
-def test_the_page_leaves_the_output_of_its_host_alone_while_it_imports_tasks(page, app, tmp_path, monkeypatch):
+def test_the_page_imports_tasks_and_leaves_the_output_of_its_host_alone(page, app, tmp_path, monkeypatch):
     """Another thread may print meanwhile, and find another stream."""
     (tmp_path / "tasks_that_look.py").write_text("import sys\nseen = sys.stdout")
     monkeypatch.syspath_prepend(tmp_path)
