@@ -700,8 +700,6 @@ def _may_wait(facts: Facts) -> bool:
 
 
 def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
-    if facts.state.other_zone and entry.reads_clock_of_app:
-        yield f"{_sentence(facts.state.other_zone)}."
     if facts.silent and not facts.state.redbeat_leads:
         yield f"{_sentence(facts.silent).rstrip('.')}."
     pauses = [] if facts.state.redbeat_leads else facts.state.pauses_over(entry.policy)

@@ -20,7 +20,7 @@ from ..log import LAST_INSTANT
 from ..lua import script
 from . import store
 from .entries.entry import Entry
-from .entries.fields import BATCH, read_fields
+from .entries.fields import BATCH, read_fields, zone_of_beats
 from .entries.pauses import NO_PAUSES, read_pauses
 from .entries.salvage import Salvage
 from .entries.state import State, outlook
@@ -224,6 +224,7 @@ class _Reader:
         self.app, self.query = app, query
         self.client, self.keys = schedule_client(app), Keys.of(app)
         self.now, self.pauses = server_now(self.client, self.keys.schedule), read_pauses(self.client, self.keys.pauses)
+        self.zone = zone_of_beats(self.client, self.keys)
         self._behind_stream: _Place | None = None
 
     def rows(self, after: _Place | None, count: int | None) -> Iterator[tuple[_Place, Row | None]]:
@@ -417,6 +418,7 @@ class _Reader:
                 if not definition:
                     raise EntryError("it has a place in the schedule, and no definition")  # noqa: TRY301
                 entry = Entry.from_fields(self.keys.prefix + name, definition, meta, policy, since, sent, app=self.app)
+                entry.zone = self.zone
                 task, tags = entry.task, entry.policy.tags
             except EntryError as exc:
                 why = str(exc)

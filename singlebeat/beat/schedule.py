@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from itertools import dropwhile, islice, takewhile
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Unpack, overload
 from uuid import uuid4
@@ -25,7 +25,7 @@ from .calendar.zone import given_instant
 from .entries.author import PERMITTED, Author
 from .entries.backfill import Span
 from .entries.entry import PARKED, Entry, Meta
-from .entries.fields import BATCH, read_fields, write_fields
+from .entries.fields import BATCH, read_fields, write_fields, zone_of_beats
 from .entries.occurrence import Kind, Occurrence
 from .entries.pauses import pause_many, read_pauses, resume_many
 from .entries.policy import EntryPolicy, PolicyOptions
@@ -138,6 +138,9 @@ class _Past(NamedTuple):
 
 _UNCHANGED = _Past(False, False, "")
 
+#: Seconds for which the zone of beats counts as known.
+ZONE_READ_EVERY = 1.0
+
 
 class Schedule:
     """The entries of an app, for its programs; needs Redis, and no beat.
@@ -154,6 +157,7 @@ class Schedule:
 
     def __init__(self, app: Celery, *, actor: str = "", by: str = "api") -> None:
         self.app, self.keys, self.author = app, Keys.of(app), Author.of(app, actor, by)
+        self._zone: tuple[float, tzinfo | None] = -math.inf, None  #: and when it was read, by the monotonic clock
 
     @property
     def _client(self) -> RedisClient:
@@ -349,8 +353,7 @@ class Schedule:
         entry, now = self.get(name), self._now()
         # Without max_runs no run must be counted, so the times before ``after`` need not be computed.
         from_when = now if after is None or entry.policy.max_runs is not None else max(now, after)
-        timetable = entry.timetable_of_beats(self._client)
-        runs = timetable.runs(entry.meta.counts_from, from_when, count=entry.meta.total_run_count)
+        runs = entry.timetable.runs(entry.meta.counts_from, from_when, count=entry.meta.total_run_count)
         runs = _until(deadline := time.monotonic() + within, runs)
         if after is not None:
             runs = dropwhile(lambda nominal: nominal <= after, runs)
@@ -630,6 +633,7 @@ class Schedule:
         past = _past(changes, at) if not stored[0] else {}
         found_past = past.get("meta"), policy, past.get("since"), past.get("sent")
         entry = Entry.from_fields(key, definition, *found_past, app=self.app)
+        entry.zone = self.zone
         if not stored[0]:  # the times that have passed are not made up for
             entry = entry.letting_pass(self._now())
         entry.version = version
@@ -655,7 +659,17 @@ class Schedule:
 
     def _entry(self, name: str, fields: StoredFields) -> Entry:
         found = [*self._found(name, fields), *fields[5:6]]
-        return Entry.from_fields(self.keys.prefix + name, *found, app=self.app)
+        entry = Entry.from_fields(self.keys.prefix + name, *found, app=self.app)
+        entry.zone = self.zone
+        return entry
+
+    @property
+    def zone(self) -> tzinfo | None:
+        """The zone in which beats read wall clocks, as it was up to a second ago; None if that is not known."""
+        read_at, zone = self._zone
+        if time.monotonic() - read_at > ZONE_READ_EVERY:
+            self._zone = time.monotonic(), (zone := zone_of_beats(self._client, self.keys))
+        return zone
 
     def _found(self, name: str, fields: StoredFields) -> StoredFields:
         """Return definition, meta, policy and since of an entry that was read."""
@@ -729,9 +743,8 @@ class Schedule:
         now, score = self._now(), self._client.zscore(self.keys.schedule, self.keys.named(name))
         try:
             entry = self._entry(name, fields)
-            timetable = entry.timetable_of_beats(self._client)
-            before, past = entry.meta, timetable.passed(entry.meta, now)
-            due_at = timetable.due_at(past.counts_from, now)
+            before, past = entry.meta, entry.timetable.passed(entry.meta, now)
+            due_at = entry.timetable.due_at(past.counts_from, now)
         except Exception:  # the entry is unusable; a user's own schedule may raise anything
             try:
                 before, due_at = Meta.decode(fields[1] or None, fields[3] or None, fields[5]), None

@@ -366,9 +366,9 @@ class ScheduleStatus:
         if self.zone in {"", self.own_zone} or self.redbeat_leads:
             return ""
         return (
-            f"beat reads its wall clock in {self.zone}, and this process in {self.own_zone}: the times that are shown "
-            "here are not those at which it runs. Set Celery's timezone alike for all beats and tools, or give the "
-            "entry a timezone of its own"
+            f"beat reads wall clocks in {self.zone}, which counts, and this process in {self.own_zone}: set Celery's "
+            "timezone alike for all beats and tools, or give entries a timezone of their own. Else a beat with the "
+            "settings of this process would run them at other times"
         )
 
     @property

@@ -186,8 +186,6 @@ def list_(
             "LAST, ENDED, NEXT and STATE hold for singlebeat, but " if state_of_all.redbeat_leads and not silent else ""
         )
         click.echo(marked(f"{begins}{warning}", "warning"))
-    if state_of_all.other_zone and any(entry.reads_clock_of_app for _, entry in rows.values()):
-        _show_warnings([state_of_all.other_zone])
     _show_warnings(filter(None, (state_of_all.lost and f"lost: {state_of_all.lost}", *map(str, state_of_all.pauses))))
     if state == State.PAUSED:
         _show_warnings(_pauses(entries, [entry for _, entry in rows.values() if entry.policy.paused]))

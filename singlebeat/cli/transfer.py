@@ -204,9 +204,10 @@ def _runs_at_once(app: Celery, entry: Entry, now: datetime) -> bool:
         return False  # it cannot be stored
     stored = Stored(entry.key, 0.0, ("",) * 5, entry, entry.meta, entry.policy, None)
     try:
-        return claim_for(stored, now, zone=app_zone(app), prefix=Keys.of(app).prefix).occurrence is not None
+        claim = claim_for(stored, now, zone=entry.zone or app_zone(app), prefix=Keys.of(app).prefix)
     except Exception:  # a user's own schedule may raise anything
         return False
+    return claim.occurrence is not None
 
 
 def _loads(data: bytes) -> Any:
@@ -253,7 +254,8 @@ def _read(app: Celery, named: _Named, problems: dict[str, str], seen: set[str], 
         problems: reasons by name; this function adds to it.
         seen: names of the earlier rows of the file; this function adds to it.
     """
-    key, entries = Schedule(app).keys.prefix, dict[str, Entry]()
+    schedule, entries = Schedule(app), dict[str, Entry]()
+    key = schedule.keys.prefix
     for name, row_of in named:
         if name in seen:
             problems.setdefault(name, "it is in the file more than once: only its first row counts")
@@ -269,6 +271,7 @@ def _read(app: Celery, named: _Named, problems: dict[str, str], seen: set[str], 
                 raise EntryError(f"the field {unknown!r} is unknown{hint}")  # noqa: TRY301
             fields = [json.dumps(row[f]) if row.get(f) else None for f in ("definition", "meta", "policy")]
             entry = Entry.from_fields(key + name, *fields, app=app)
+            entry.zone = schedule.zone
             entry.version = None  # an existing entry is replaced
             only = entry.timetable.next(EPOCH) if not row.get("meta") and comes_once(entry.schedule) else None
             if only is not None and only <= now:

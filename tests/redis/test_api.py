@@ -273,8 +273,9 @@ def test_a_change_keeps_an_overdue_run_before_one_that_jitter_delays(bench):
         lambda api, when: api.upsert("e", PLAIN, when) and api.resume("e"),
         lambda api, _: (api.pause("e"), api.resume("e")),
         lambda api, _: api.get("e").reschedule(),
+        lambda api, _: api.delete("e") and api.revert("e", api.changes("e", 1)[0].id),
     ],
-    ids=["saved", "saved and resumed", "resumed", "rescheduled"],
+    ids=["saved", "saved and resumed", "resumed", "rescheduled", "reverted"],
 )
 def test_a_tool_in_another_zone_than_beat_stores_the_places_of_beat(bench, change):
     """Else a run would come hours late, or never."""
@@ -288,6 +289,32 @@ def test_a_tool_in_another_zone_than_beat_stores_the_places_of_beat(bench, chang
     place = bench.redis.zscore("redbeat::schedule", "redbeat:e")
     assert place <= beat.next_runs("e", 1)[0].timestamp()
     assert tool.next_runs("e", 3) == beat.next_runs("e", 3)
+
+
+@pytest.mark.parametrize("change", [{"jitter": 40_000}, {"schedule": "twice"}], ids=str)
+def test_an_edit_by_a_tool_in_another_zone_keeps_a_run_that_is_due(bench, change):
+    beat, tool = (Schedule(bench.new_app(timezone=zone)) for zone in ("Asia/Tokyo", "America/New_York"))
+    bench.redis.set("redbeat::zone", "Asia/Tokyo")
+    now = datetime.now(ZoneInfo("Asia/Tokyo")).replace(second=0, microsecond=0)
+    daily, twice = (crontab(minute=now.minute, hour=hours) for hours in (now.hour, f"{now.hour},{(now.hour + 3) % 24}"))
+    Entry("e", PLAIN, daily, app=beat.app, last_run_at=now - timedelta(days=1), total_run_count=7).save()
+
+    given = {**change, "schedule": twice if "schedule" in change else daily}
+    tool.upsert("e", PLAIN, given.pop("schedule"), **given)
+
+    assert beat.next_runs("e", 1) == [now.astimezone(UTC)]
+
+
+def test_a_backfill_by_a_tool_in_another_zone_runs_the_times_of_beat(bench):
+    beat, tool = (Schedule(bench.new_app(timezone=zone)) for zone in ("UTC", "America/New_York"))
+    bench.redis.set("redbeat::zone", "UTC")
+    beat.upsert("e", PLAIN, crontab(minute=0, hour=9))
+    end = datetime.now(UTC)
+
+    runs = [each.backfill("e", end - timedelta(days=3), end, dry_run=True) for each in (beat, tool)]
+
+    assert runs[0] == runs[1]
+    assert {each.hour for each in runs[0]} == {9}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Unpack
 from uuid import uuid4
@@ -38,7 +38,6 @@ from .timetable import PARKED, Timetable, is_listed_as_disabled, listed_policy, 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from ...clients import RedisClient
     from ...locks.base import Options
     from ...locks.key import Arguments, NamedArguments
     from .definition import JsonObject
@@ -146,6 +145,9 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     #: A warning about unknown fields in its stored definition; empty if there are none.
     ignored = ""
 
+    #: The zone in which beats read its wall clock, which may be another than that of this process; None: unknown.
+    zone: tzinfo | None = None
+
     last_run_at: datetime | None
     _made_at: datetime | None = None
     _since: datetime | None = None
@@ -228,14 +230,7 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     @property
     def timetable(self) -> Timetable:
         """The entry's times."""
-        return Timetable(self.name, self.schedule, self.policy, app_zone(self.app))
-
-    def timetable_of_beats(self, client: RedisClient) -> Timetable:
-        """Return the entry's times as the last leader reads them, whose app may have another zone than this process."""
-        own = self.timetable
-        if not self.reads_clock_of_app:
-            return own
-        return replace(own, zone=zone_of_beats(client, Keys.of(self.app)) or own.zone)
+        return Timetable(self.name, self.schedule, self.policy, self.zone or app_zone(self.app))
 
     @property
     def reads_clock_of_app(self) -> bool:
@@ -492,11 +487,12 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
                 raise UnknownEntryError(f"there is no entry at {key!r}")
             definition, meta, policy, since, _, sent = fields
             entry = self.from_fields(key, definition, meta, policy, since, sent, app=self.app)
+            entry.zone = zone_of_beats(client, keys)
             now = self._now()  # not by this host's clock
             entry._ahead = entry.meta.counting_from(None, now).ahead
             entry.last_run_at, entry._since = moment, None
             entry.total_run_count += runs
-            due_at = entry.timetable_of_beats(client).due_at(entry.meta.counts_from, now)
+            due_at = entry.timetable.due_at(entry.meta.counts_from, now)
             place = repr(PARKED if due_at is None else due_at.timestamp())
             past = entry.meta.encode(), entry.meta.encode_since()
             row = (key, fields[:4], (definition, past[0], policy or "", past[1]), place)

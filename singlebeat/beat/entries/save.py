@@ -14,6 +14,7 @@ from ...connections import RedisError
 from ...errors import ConflictError, EntryError
 from ..calendar.clocked import comes_once
 from ..calendar.recurrence import is_known
+from ..calendar.zone import app_zone
 from .code_only import given_for
 from .definition import LONGEST_STEP_BACK, Meta, loads_object, salvage_fields
 from .fields import BATCH, read_fields, write_fields, zone_of_beats
@@ -190,11 +191,9 @@ def _plan(
             if is_kept and stored is not None and not _has_later_past(entry, stored, now):
                 entry.version = wanted, policy or ""
             else:
-                own = entry.timetable.zone
-                read_in = zone() or own if is_of_tool and entry.reads_clock_of_app else own
-                wish = _wish(
-                    entry, wanted, member, fields, score, now, pauses, zone, keep_disabled, has_moved, read_in=read_in
-                )
+                if is_of_tool and entry.reads_clock_of_app:
+                    entry.zone = zone()
+                wish = _wish(entry, wanted, member, fields, score, now, pauses, zone, keep_disabled, has_moved)
                 _check(entry, wish, now)
                 wishes[name] = wish
         except Exception as exc:  # a user's own schedule may raise anything: this must not harm other entries
@@ -223,8 +222,6 @@ def _wish(
     zone: Callable[[], tzinfo | None],
     keep_disabled: bool,
     has_moved: bool,
-    *,
-    read_in: tzinfo,
 ) -> _Wish:
     definition, meta, policy, since, _, sent, *_ = fields
     # Each is decoded on its own: a broken one is replaced, and the rest is kept.
@@ -255,7 +252,8 @@ def _wish(
         # An entry that was finished may go on now.
         and (wanted.max_runs == entry.policy.max_runs or score is None or score >= 0)
     )
-    timetable = replace(entry.timetable, zone=read_in)
+    # A deploy may be about to change the zone, and this process may have the new one.
+    timetable, here = entry.timetable, replace(entry.timetable, zone=app_zone(entry.app))
     was_off = not enabled or (wanted is not None and wanted.paused)
     was_off_until = None
     if was_off and entry.enabled and not entry.policy.paused:
@@ -272,13 +270,14 @@ def _wish(
             before = None
             if stored is not None and wanted is not None:
                 own = zone() or entry.timetable.zone
-                before = replace(entry.timetable, schedule=stored.schedule, policy=wanted, zone=own)
-            past = past.counting_from(_counts_from(before, entry.timetable, past, now, has_moved=has_moved), now)
+                before = replace(timetable, schedule=stored.schedule, policy=wanted, zone=own)
+            found_from = (_counts_from(before, each, past, now, has_moved=has_moved) for each in (timetable, here))
+            past = past.counting_from(next((when for when in found_from if when != now), now), now)
         if was_off_until is not None:
             past = timetable.passed(past, was_off_until)
     is_broken = (definition and stored is None) or (meta and whole is None)
     moved = not same_times or goes_on or score is None or is_broken or has_run_since  # a broken entry may be parked
-    due_at = _earlier(entry.timetable, timetable, past, now) if moved else None
+    due_at = _earlier(timetable, here, past, now) if moved else None
     writes_past = moved or not meta
     brought = past.sent if not definition or has_run_since else None  # by a past that comes from elsewhere
     return _Wish(
@@ -295,12 +294,10 @@ def _wish(
     )
 
 
-def _earlier(here: Timetable, there: Timetable, past: Meta, now: datetime) -> datetime | None:
-    """Return when an entry is due, in the zone of this process or in that of beats: a beat may check it too early.
-
-    A deploy may be about to change that zone, and this process may have the new one.
-    """
-    found = (each.due_at(past.counts_from, now) for each in ((here,) if here.zone == there.zone else (here, there)))
+def _earlier(of_beats: Timetable, here: Timetable, past: Meta, now: datetime) -> datetime | None:
+    """Return when an entry is due, in the zone of beats or in that of this process: a beat may check it too early."""
+    timetables = (of_beats,) if of_beats.zone == here.zone else (of_beats, here)
+    found = (each.due_at(past.counts_from, now) for each in timetables)
     return min((due_at for due_at in found if due_at is not None), default=None)
 
 

@@ -112,7 +112,9 @@ def drafted(board: Board, name: str, definition: Mapping[str, Any], policy: Mapp
     Raises:
         EntryError: it cannot be read, or has a field that is unknown.
     """
-    entry = Entry.decode(board.schedule().keys.named(name), _encoded(definition), board.app)
+    schedule = board.schedule()
+    entry = Entry.decode(schedule.keys.named(name), _encoded(definition), board.app)
+    entry.zone = schedule.zone
     if entry.ignored:
         raise EntryError(entry.ignored.replace(" and ignored", ""))
     wishes = EntryPolicy.of(policy)
