@@ -67,13 +67,15 @@ class Message:
         entry = self.entry
         overlap = self.occurrence.overlap or self.stored.policy.overlap
         task = app.tasks.get(entry.task)
-        has_own_way = _is_by_others(task, "apply_async")
+        is_eager = task is not None and app.conf.task_always_eager  # beat runs it, and no worker frees its lock
+        has_own_way = is_eager or _is_by_others(task, "apply_async")
         self.is_sent_by_others = has_own_way or _is_by_others(app, "send_task")
         if overlap is None and comes_once(entry.schedule) and drops_by_default(task):
             overlap = Overlap.BUFFER_ALL  # no later run makes up for a skipped run
         if not is_singleton(task):
             self.locks_itself = hasattr(task, "generate_lock")
-            if self.locks_itself or not looked_after or overlap is Overlap.ALLOW_ALL or self._reaches_all(app):
+            is_free = is_eager or not looked_after or overlap is Overlap.ALLOW_ALL
+            if self.locks_itself or is_free or self._reaches_all(app):
                 return
             task = PlainTask(app, entry.task, entry.options, entry.name)
         try:

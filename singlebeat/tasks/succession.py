@@ -22,6 +22,7 @@ from ..log import Log
 if TYPE_CHECKING:
     from celery import Celery, Task
     from celery.app.task import Context
+    from celery.canvas import Signature
 
     from ..locks.base import Options
 
@@ -65,45 +66,56 @@ def hand_over_and_send(
 def let_retries_keep_lock(task: Task) -> None:
     """Let a plain task hand the lock of its run over to its retry, or to the plain task that takes its place.
 
-    They keep what beat has said about the run, though they may have headers of their own.
+    They keep what beat has said about the run, though they may have headers of their own. The signatures that Celery
+    makes for them do it: code of others, which may patch how tasks are sent, finds ``apply_async`` as it was.
     """
     if task in _prepared:
         return
     _prepared.add(task)
-    send = task.apply_async
+    make, replace = task.signature_from_request, task.on_replace
+
+    @wraps(make)
+    def signature_from_request(request: Context | None = None, *given: Any, **options: Any) -> Signature:
+        signature = make(request, *given, **options)
+        _let_keep_lock(signature, task.request if request is None else request)
+        return signature
+
+    @wraps(replace)
+    def on_replace(sig: Signature) -> Any:
+        is_one_task = sig.get("subtask_type") is None  # and no chain, group or chord, of which no part is sent now
+        if is_one_task and not getattr(task.app.tasks.get(sig.task), "has_own_gate", False):
+            _let_keep_lock(sig, task.request)
+        return replace(sig)
+
+    task.signature_from_request, task.on_replace = signature_from_request, on_replace
+
+
+def _let_keep_lock(signature: Signature, request: Context) -> None:
+    """Let a signature take the lock of a run over, when it is sent with the id and a higher generation of that."""
+    send, about = signature.apply_async, vars(request)
+    ours = {name: about[name] for name in (HEADER, RUN_HEADER) if about.get(name) is not None}
+    if not ours or request.is_eager or signature.app.conf.task_always_eager:
+        return
 
     @wraps(send)
-    def apply_async(*given: Any, **options: Any) -> AsyncResult:
-        request = _succeeded_by(task.app, options)
-        if request is None:
-            return send(*given, **options)
-        about = vars(request)
-        ours = {name: about[name] for name in (HEADER, RUN_HEADER) if about.get(name) is not None}
+    def apply_async(*given: Any, **more: Any) -> AsyncResult:
+        options = {**signature.options, **more}
+        if options.get("task_id") != request.id or generation(options) <= generation(about):
+            return send(*given, **more)
         options["headers"] = {**ours, **(options.get("headers") or {})}
         run = Ticket.of_message(about, request.id, delivered=True)
-        if run is None or not run.nonce:  # no lock, or the main process manages none
-            return send(*given, **options)
 
         def publish(headers: Mapping[str, object]) -> AsyncResult:
-            return send(*given, **{**options, "headers": headers})
+            return send(*given, **{**more, "headers": headers})
 
+        if run is None or not run.nonce:  # no lock, or the main process manages none
+            return publish(options["headers"])
+        task = signature.type
         queued_ttl, now = Config.of(task.app).singlebeat_queued_ttl, datetime.now(UTC)
         ttl = time_to_start(options, queued_ttl=queued_ttl, now=now)
         return hand_over_and_send(task, run, options, publish, request=request, ttl=ttl)
 
-    task.apply_async = apply_async
-
-
-def _succeeded_by(app: Celery, options: Options) -> Context | None:
-    """Return the request of the plain task that makes a call which is to take its place; None if no task does."""
-    task_id = options.get("task_id")
-    maker = app.current_worker_task if task_id else None
-    if maker is None or maker.request.id != task_id or getattr(maker, "has_own_gate", False):
-        return None
-    about = vars(maker.request)
-    is_ours = about.get(HEADER) is not None or about.get(RUN_HEADER) is not None
-    is_eager = maker.request.is_eager or app.conf.task_always_eager
-    return maker.request if is_ours and not is_eager and generation(options) > generation(about) else None
+    signature.apply_async = apply_async
 
 
 def _place_from(request: Context, task: Task, run: Ticket, options: Options) -> Mapping[str, str]:

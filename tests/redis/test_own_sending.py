@@ -69,6 +69,27 @@ def test_a_task_that_fails_to_send_itself_hinders_no_other(bench, kind, error):
     assert bench.names == ["other"]
 
 
+@pytest.mark.parametrize("kind", [Task, Singleton])
+def test_an_entry_whose_task_beat_runs_itself_runs_each_time(server, redis, bench_on, kind):
+    """As with task_always_eager in the settings of a developer, beside a worker that would free locks."""
+    bench, ran = bench_on(server, task_always_eager=True), list[str]()
+    app = bench.new_app()
+
+    def note(name: str) -> None:
+        ran.append(name)
+
+    app.task(note, name="own", base=kind, shared=False)
+    backend_of(app).announce("w@h", ttl=60)
+    bench.put(task="own")
+
+    bench.scheduler(app=app).tick()
+    run_again(bench)
+
+    assert ran == ["e", "e"]
+    assert bench.decisions == ["dispatched", "dispatched"]
+    assert redis.keys("SINGLETONLOCK_*") == []
+
+
 @pytest.mark.parametrize("overlap", [None, "raise"])
 @pytest.mark.parametrize("change", [*CHANGES, as_given])
 def test_a_singleton_that_sends_itself_acquires_its_own_lock(bench, redis, logged, change, overlap):
