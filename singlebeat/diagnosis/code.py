@@ -15,6 +15,7 @@ from celery.signals import import_modules
 
 from ..beat.entries.statics import signature_of
 from ..log import without_passwords
+from ..masking import mask_unknown_tasks
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -36,6 +37,8 @@ def load_code(app: Celery) -> str:
     with _loading:
         if app not in _loaded:
             _loaded[app] = _load(app)
+            if _loaded[app]:
+                mask_unknown_tasks(app)
         return _loaded[app]
 
 

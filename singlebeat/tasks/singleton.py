@@ -252,6 +252,14 @@ class Singleton(Task):  # type: ignore[misc]
             return self._send_without_lock(ticket, publish, exc)
         return self._duplicate(sent.holder, args, kwargs, overlap, given) if isinstance(sent, Refused) else sent
 
+    def _said_by_beat(self, task_id: str, options: Options) -> Mapping[str, object]:
+        """Return the header in which beat names the entry of a run that makes a call in its own place."""
+        maker = self.app.current_worker_task
+        if maker is None or maker.request.id != task_id or generation(options) <= generation(vars(maker.request)):
+            return {}
+        said = vars(maker.request).get(RUN_HEADER)
+        return {RUN_HEADER: dict(said)} if isinstance(said, Mapping) and len(said) else {}
+
     def _own_ticket(self, task_id: str, options: Options) -> Ticket | None:
         """Return the ticket that a call has already: from beat, or of the run that makes it as its retry.
 
@@ -299,6 +307,8 @@ class Singleton(Task):  # type: ignore[misc]
             options = {**given, **more}
             if ticket is not None:
                 options["headers"] = {**(given.get("headers") or {}), HEADER: ticket.header()}
+            if kept := self._said_by_beat(task_id, given):
+                options["headers"] = {**kept, **(options.get("headers") or {})}
             result = super(Singleton, self).apply_async(args, kwargs, task_id=task_id, **options)
             result.is_duplicate, result.waits_for = False, None
             return result

@@ -11,6 +11,7 @@ None; ``users``, the path of a users file, for the bearer tokens of the API; ``r
 from __future__ import annotations
 
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import cache
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from django.utils.module_loading import import_string
 from django.views.decorators.csrf import csrf_exempt, csrf_protect
 from django.views.static import serve
 
+from ..errors import ConfigError
 from .exchange import LARGEST_BODY, PageReply, PageRequest
 from .security import HEADERS, Gate, RefusedError, Role, User, Users
 from .site import STATIC, Site
@@ -40,11 +42,17 @@ __all__ = ("urlpatterns",)
 #: Name of the field of a form that holds Django's token.
 TOKEN_FIELD = "csrfmiddlewaretoken"  # noqa: S105 - its name
 
+#: The options in ``SINGLEBEAT_WEB``.
+OPTIONS = frozenset({"app", "resolve_user", "users", "read_only", "hide_arguments"})
+
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 
 def _options() -> Mapping[str, Any]:
     found: Mapping[str, Any] = getattr(settings, "SINGLEBEAT_WEB", {})
+    for name in sorted(map(str, {*found} - OPTIONS)):
+        near = get_close_matches(name, OPTIONS, n=1)
+        raise ConfigError(f"SINGLEBEAT_WEB: there is no {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
     return found
 
 
@@ -163,6 +171,9 @@ def static(request: HttpRequest, path: str) -> HttpResponseBase:
 
 #: A request with a token of ours needs none of Django; ``answer`` lets Django check every other one.
 page = csrf_exempt(answer)
+
+# Django's LoginRequiredMiddleware is to leave these alone: a token is no login of Django's, and ``answer`` checks all.
+page.login_required = static.login_required = False  # type: ignore[attr-defined]
 
 urlpatterns = [
     re_path(r"^static/(?P<path>[\w.-]+)$", static),

@@ -89,6 +89,22 @@ def test_a_module_of_tasks_that_prints_or_exits_spoils_no_command(cli, app, redi
     assert json.loads(cli("list", "--json").stdout)["entries"] == []
 
 
+@pytest.mark.parametrize("place", ["show", "list", "the page"])
+def test_an_argument_is_masked_if_the_module_of_its_task_fails(cli, app, redis, module, place):
+    """As one that sets signal handlers, in a thread of the page's host."""
+    Entry("e", "shop.included_login", schedule(60), args=["ann", SECRET], app=app).save()
+    module("raise ValueError" + LOGIN)
+
+    if place == "the page":
+        with TestClient(web.app(app), client=("127.0.0.1", 50_000), base_url="http://localhost") as visitor:
+            output = visitor.get("/entry", params={"name": "e"}).text + visitor.get("/api/entries").text
+    else:
+        output = cli(*{"show": ("show", "e"), "list": ("list", "--json")}[place]).output
+
+    assert "**" in output
+    assert SECRET not in output
+
+
 def test_a_page_is_mounted_before_it_imports_the_modules_of_tasks(app, redis, module):
     """They may import the module that mounts it, as is common with Flask and FastAPI."""
     Entry("e", "shop.included_login", schedule(60), args=["ann", SECRET], app=app).save()

@@ -262,6 +262,57 @@ def test_a_plain_task_that_replaces_its_run_keeps_the_lock(app, deliver, redis, 
     assert (redis.hget(lock, "state") == "queued") == (by == "itself")
 
 
+@pytest.mark.parametrize("by", ["an equal call", "another call", "another task", "a retry"])
+def test_a_singleton_that_goes_on_as_another_call_is_still_of_its_entry(app, deliver, redis, by):
+    """Else no tool would name the entry if that fails."""
+    another = app.task(same, name="app.another", base=Singleton, shared=False)
+
+    def body(self: Any, user: Any) -> None:
+        if by == "a retry":
+            raise self.retry(countdown=0, headers={"user": "u"})
+        args = [user] if by == "an equal call" else ["b"]
+        raise self.replace((another if by == "another task" else self).si(*args))
+
+    task = app.task(body, name="app.goes_on", bind=True, base=Singleton, shared=False)
+    task_id, lock = uuid(), task.generate_lock(task.name, ["a"])
+    about = {HEADER: {"id": task_id, "key": lock}, RUN_HEADER: {"entry": "e"}}
+
+    started(deliver(task, ["a"], id=task_id, **about))
+    renewer_of(app).flush()
+
+    following = deliver(another if by == "another task" else task)
+    assert following.id == task_id
+    assert following.request_dict[RUN_HEADER] == {"entry": "e"}
+
+
+@pytest.mark.parametrize("canvas", [chain, chord], ids=["chain", "chord"])
+def test_a_plain_task_that_replaces_its_run_by_several_frees_its_lock(app, deliver, redis, canvas):
+    """Celery sends some of them later, or in other processes."""
+    another = app.task(same, name="app.another", shared=False)
+    let_retries_keep_lock(another)
+
+    def body(self: Any, user: Any) -> None:
+        several = [another.si("b"), another.si("c")]
+        raise self.replace(chain(*several) if canvas is chain else chord(several, another.si("d")))
+
+    task = app.task(body, name="app.replaces", bind=True, shared=False)
+    task_id, lock = uuid(), "SINGLETONLOCK_a"
+
+    started(deliver(task, ["a"], id=task_id, **{HEADER: {"id": task_id, "key": lock}}))
+    renewer_of(app).flush()
+
+    assert not redis.exists(lock)
+
+
+def test_a_task_whose_retries_keep_their_lock_is_sent_as_before(app):
+    """By beat in the same worker (-B), and by code that patches Celery later."""
+    task = app.task(same, name="app.task", shared=False)
+
+    let_retries_keep_lock(task)
+
+    assert "apply_async" not in vars(task)
+
+
 def test_a_call_from_a_run_under_another_id_leaves_its_lock_alone(app, deliver, redis):
     def body(self: Any) -> None:
         self.apply_async(task_id="another", countdown=600)

@@ -17,6 +17,7 @@ from django.conf import settings
 from django.test import Client, override_settings
 
 from singlebeat import Schedule
+from singlebeat.errors import ConfigError
 from singlebeat.web.security import Role, User, hashed_token
 from tests.support import APP
 
@@ -252,6 +253,28 @@ def test_a_wrong_length_of_a_body_is_refused(e, length):
     client = sign_in("root", is_superuser=True)
 
     assert client.post("/beat/pause", {"name": "e"}, CONTENT_LENGTH=length).status_code == 413
+
+
+def test_an_unknown_option_of_the_page_is_refused(page, monkeypatch):
+    """A typing error must not open a page that is to be read-only."""
+    monkeypatch.setitem(settings.SINGLEBEAT_WEB, "readonly", True)
+
+    with pytest.raises(ConfigError, match="SINGLEBEAT_WEB: there is no 'readonly'; did you mean 'read_only'"):
+        sign_in("root", is_superuser=True).get("/beat/")
+
+
+def test_a_token_needs_no_login_of_django_though_all_views_need_one(page, app, tmp_path, monkeypatch):
+    path = tmp_path / "users"
+    path.write_text(f"bot:operate:{hashed_token('t0ken')}")
+    monkeypatch.setitem(settings.SINGLEBEAT_WEB, "users", str(path))
+    guarded = [*settings.MIDDLEWARE, "django.contrib.auth.middleware.LoginRequiredMiddleware"]
+
+    with override_settings(MIDDLEWARE=guarded):
+        client, token = Client(), {"Authorization": "Bearer t0ken"}
+        asked = {"/beat/api/status": token, "/beat/static/page.css": {}, "/beat/": {}}
+        answers = [client.get(path, headers=headers).status_code for path, headers in asked.items()]
+
+    assert answers == [200, 200, 302]
 
 
 def test_two_first_requests_at_once_make_one_site(page, monkeypatch):
