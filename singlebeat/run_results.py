@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, MaxRetriesExceededError, Reject, Retry
 from kombu.utils.encoding import safe_repr
 
 from . import signals
@@ -41,6 +41,7 @@ __all__ = (
     "is_result_lost",
     "may_be_unsent",
     "outcome_of",
+    "reason_of",
     "record_end",
     "record_end_of_message",
 )
@@ -131,6 +132,12 @@ def may_be_unsent(exc_info: ExceptionInfo) -> bool:
     return exc_info.internal or _SENDING.search(exc_info.traceback or "") is not None
 
 
+def reason_of(exc: object) -> str:
+    """Return the ``repr`` of a task's exception, without the arguments that Celery quotes when retries are used up."""
+    text = str(safe_repr(exc))
+    return f"{text.partition(' args:')[0]}…" if isinstance(exc, MaxRetriesExceededError) else text
+
+
 def record_end(
     request: Request, outcome: str, reason: str | BaseException = "", *, seconds: float | None = None
 ) -> None:
@@ -171,7 +178,7 @@ def record_end_of_message(
         return
     if isinstance(header, Mapping) and header.get("entry") and Config.of(app).singlebeat_history_limit:
         # Only here: beat has not sent most runs, and the repr of a user's exception may fail.
-        reason = reason if isinstance(reason, str) else safe_repr(reason)
+        reason = reason if isinstance(reason, str) else reason_of(reason)
         if began and seconds is None:
             seconds = max(0.0, time.time() - began)
         row = (

@@ -12,10 +12,10 @@ from celery.backends.base import DisabledBackend
 from celery.backends.rpc import RPCBackend
 from celery.exceptions import NotRegistered
 from celery.states import FAILURE, READY_STATES
-from kombu.utils.encoding import safe_repr
 
 from ..connections import masked, what_it_does
 from ..log import LONGEST_REASON, without_passwords
+from ..run_results import reason_of
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -60,7 +60,7 @@ def stored_end(backend: Backend, task_id: str) -> StoredEnd | None:
     if isinstance(result, NotRegistered):
         error = "NotRegistered, a worker that does not know the task has dropped its message"
     elif status == FAILURE and result is not None:
-        error = without_passwords(safe_repr(result))[:LONGEST_REASON]
+        error = without_passwords(reason_of(result))[:LONGEST_REASON]
     return StoredEnd(status, _instant(meta.get("date_done")), error)
 
 

@@ -20,7 +20,7 @@ from ..masking import mask_unknown_tasks
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ("load_code", "statics_here")
+__all__ = ("LoadingError", "load_code", "statics_here")
 
 #: Why the code of an app could not be imported; empty if it could. It is not tried again, as it may take long and has
 #: side effects.
@@ -28,18 +28,34 @@ _loaded: WeakKeyDictionary[Celery, str] = WeakKeyDictionary()
 _loading = RLock()
 
 
-def load_code(app: Celery) -> str:
+class LoadingError(Exception):
+    """Another thread has been importing the modules of tasks for longer than this one waits."""
+
+
+def load_code(app: Celery, *, patience: float | None = None) -> str:
     """Import the modules of an app's tasks, as beat and workers do, and return why that failed; empty if it did not.
 
     They define tasks, whose parameters name the arguments to mask and whose options name queues; types of arguments;
     and receivers that add entries to ``beat_schedule``.
+
+    Args:
+        patience: seconds to wait for another thread that imports them; None: until it has.
+
+    Raises:
+        LoadingError: it goes on.
     """
-    with _loading:
+    if app in _loaded:
+        return _loaded[app]
+    if not _loading.acquire(timeout=-1 if patience is None else patience):
+        raise LoadingError
+    try:
         if app not in _loaded:
             _loaded[app] = _load(app)
             if _loaded[app]:
                 mask_unknown_tasks(app)
         return _loaded[app]
+    finally:
+        _loading.release()
 
 
 def _load(app: Celery) -> str:

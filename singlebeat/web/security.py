@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import inspect
 import ipaddress
 import os
 import re
@@ -312,6 +313,8 @@ class Gate:
             networks = [ipaddress.ip_network(network) for network in self.proxies]
         except ValueError as exc:
             raise ConfigError(f"a trusted proxy is a network like 10.0.0.0/8: {exc}") from None
+        if inspect.iscoroutinefunction(self.resolve_user):
+            raise ConfigError("resolve_user must be a plain function, which may block: it is called in a thread")
         if self.user_header and not networks:
             raise ConfigError("a user header is believed of trusted proxies only: name the networks of the proxies")
         if networks and not self.authenticates:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..beat.calendar.words import in_words
 from ..connections import RedisError
-from ..diagnosis.code import load_code
+from ..diagnosis.code import LoadingError, load_code
 from ..errors import SinglebeatError, UnknownEntryError
 from ..log import Log
 from ..lua import noting_answers
@@ -40,6 +40,9 @@ STATIC = Path(__file__).parent / "static"
 
 #: In which zone times can be shown.
 ZONES = ("entry", "mine", "utc")
+
+#: Seconds for which a request waits for another one that imports the modules of tasks.
+LOADS_WITHIN = 2.0
 
 #: The paths for which the workers are asked, which takes seconds.
 ASKING_WORKERS = frozenset({"/why", "/findings", "/free", "/api/explain", "/api/doctor", "/api/unlock"})
@@ -72,7 +75,10 @@ class Site:
     def answer(self, request: PageRequest, user: User) -> PageReply:
         """Answer a request of a user who was admitted; an error becomes a page that says what to do."""
         # Not when the page is mounted: the module that does that may be one which the modules of tasks import.
-        why = load_code(self.app)
+        try:
+            why = load_code(self.app, patience=LOADS_WITHIN)
+        except LoadingError:  # the page asks again; it may not hold all threads of its host
+            return self.refuse(request, RefusedError("the modules of tasks are being imported: try again", 503), user)
         if why != self._said_why:
             self._said_why = why
             log.warning("the page does not know all tasks", event="not_imported", reason=why)

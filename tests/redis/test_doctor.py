@@ -696,17 +696,22 @@ def test_messages_wait_without_a_worker_only_where_there_are_any(findings, bench
     assert ("problem", "no worker answers: no run starts") in without
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-def test_workers_that_answer_no_questions_by_their_settings_are_no_problem(app, findings, bench, monkeypatch, is_on):
+@pytest.mark.parametrize("shown", ["no", "by settings", "by a run"])
+def test_workers_that_answer_no_questions_by_their_settings_are_no_problem(app, findings, bench, monkeypatch, shown):
     monkeypatch.setattr(Workers, "ask", lambda _: Workers({}, {}, {}, {}, {}, (0.0, 0.0)))
-    app.conf.worker_enable_remote_control = is_on
+    app.conf.worker_enable_remote_control = shown != "by settings"
     unseen = findings("workers", app=app)
     backend_of(app).announce("w1", ttl=60)
+    bench.put()
+    bench.tick()
+    if shown == "by a run":
+        record_end_of_message(app, {"id": bench.ids[0], RUN_HEADER: {"entry": "e"}}, "success", worker="w")
+        flush_ends(app)
 
     ((level, text),) = findings("workers", app=app)
 
     assert ("problem", "no worker answers: no run starts") in unseen
-    assert level == ("problem" if is_on else "warning")
+    assert level == ("problem" if shown == "no" else "warning")
     assert "w1" in text
     assert "worker_enable_remote_control" in text
 

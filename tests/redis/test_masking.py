@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from threading import Thread
 from types import SimpleNamespace
 from uuid import uuid4
 
@@ -87,6 +88,24 @@ def test_a_module_of_tasks_that_prints_or_exits_spoils_no_command(cli, app, redi
     module(does)
 
     assert json.loads(cli("list", "--json").stdout)["entries"] == []
+
+
+def test_a_request_does_not_wait_long_while_another_imports_the_tasks(app, redis, module, monkeypatch):
+    """A module may wait for a server, and the host of the page has few threads."""
+    monkeypatch.setattr("singlebeat.web.site.LOADS_WITHIN", 0.01)
+    module("from shop_of_this_test import ask; ask()")
+    answers = list[int]()
+
+    def ask() -> None:
+        other = Thread(target=lambda: answers.append(visitor.get("/").status_code))
+        other.start()
+        other.join()
+
+    sys.modules["shop_of_this_test"].ask = ask
+    with TestClient(web.app(app), client=("127.0.0.1", 50_000), base_url="http://localhost") as visitor:
+        answers.append(visitor.get("/").status_code)
+
+    assert answers == [503, 200]
 
 
 @pytest.mark.parametrize("place", ["show", "list", "the page"])

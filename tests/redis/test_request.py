@@ -38,6 +38,7 @@ from kombu.utils.uuid import uuid
 
 from singlebeat import Singleton, signals
 from singlebeat.beat import lost_messages as lost
+from singlebeat.beat.result_backend import read_end
 from singlebeat.broker import own_broker
 from singlebeat.config import Config
 from singlebeat.errors import LockBackendError
@@ -311,6 +312,26 @@ def test_a_task_whose_retries_keep_their_lock_is_sent_as_before(app):
     let_retries_keep_lock(task)
 
     assert "apply_async" not in vars(task)
+
+
+@pytest.mark.parametrize("base", [None, Singleton], ids=["plain", "Singleton"])
+def test_the_reason_of_used_up_retries_quotes_no_arguments(app, deliver, redis, base):
+    """Celery's own error does, by their places."""
+
+    def body(self: Any, user: str, password: str) -> None:
+        raise self.retry(countdown=0)
+
+    task = app.task(body, name="app.used_up", bind=True, base=base, shared=False, max_retries=0)
+    task_id = uuid()
+    about = {HEADER: {"id": task_id, "key": "SINGLETONLOCK_a"}, RUN_HEADER: {"entry": "e"}}
+
+    started(deliver(task, ["ann", "s3cret"], {}, id=task_id, **about))
+    flush_ends(app)
+
+    ((_, end),) = redis.xrange("redbeat::runs")
+    assert f"Can't retry app.used_up[{task_id}]" in end["reason"]
+    assert "s3cret" not in str(end)
+    assert "s3cret" not in read_end(app, task_id, timeout=5).error
 
 
 def test_a_call_from_a_run_under_another_id_leaves_its_lock_alone(app, deliver, redis):

@@ -226,6 +226,14 @@ def test_the_host_decides_by_its_own_request(visit, entry):
     assert seen == ["/", "/"]
 
 
+def test_a_function_of_the_host_that_would_have_to_be_awaited_is_refused(visit):
+    async def resolve(request):
+        raise AssertionError("it is called in a thread")
+
+    with pytest.raises(ConfigError, match="resolve_user must be a plain function"):
+        visit(resolve_user=resolve)
+
+
 def test_too_many_wrong_passwords_are_not_even_checked(visit):
     page = visit(users=Users(USERS))
 

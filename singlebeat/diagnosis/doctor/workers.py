@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from ...beat.delivery import PREFETCH, Delivery, listed, queue_of
 from ...beat.entries.statics import owner_of
 from ...beat.server_time import DIFFERS_FROM, UNFIT_FROM
 from ...beat.status import counted
+from ...beat.store.history import History
 from ...config import Config
 from ...connections import RedisError, broker_place
 from ...errors import ConfigError, LockBackendError, SinglebeatError
@@ -160,11 +161,11 @@ def _none_answers(app: Celery, schedule: Read) -> Finding:
             )
             return Finding("warning", "workers", text)
     lives = listed(sorted(worker for worker, age in last_seen(app).items() if age < lease))
-    if lives and not app.conf.worker_enable_remote_control:
+    if lives and (not app.conf.worker_enable_remote_control or _runs_end(app, lease)):
         text = (
-            f"{lives}: seen at the locks' server less than {lease:g} s ago. Workers answer no question while "
-            "worker_enable_remote_control is off, so their queues, tasks and slots are not checked, nor whether they "
-            "reach the broker"
+            f"no worker answers; {lives}: seen at the locks' server less than {lease:g} s ago. Workers answer no "
+            "question while worker_enable_remote_control is off, so their queues, tasks and slots are not checked, nor "
+            "whether they reach the broker"
         )
         return Finding("warning", "workers", text)
     waits = "messages wait in their queues" if _has_messages(app, schedule) else "no run starts"
@@ -173,6 +174,14 @@ def _none_answers(app: Celery, schedule: Read) -> Finding:
         "has worker_enable_remote_control switched off; then set that for this process, too"
     )
     return Finding("problem", "workers", f"no worker answers: {waits}{seen if lives else ''}")
+
+
+def _runs_end(app: Celery, within: float) -> bool:
+    """Return whether a worker has recorded the end of a run in the last seconds."""
+    since = datetime.now(UTC) - timedelta(seconds=within)
+    with suppress(RedisError, KeyError, ValueError):  # another part names the key; any program may add records
+        return any(record.end is not None and record.end.at > since for record in History(app).latest(MOST_NAMED))
+    return False
 
 
 def _has_messages(app: Celery, schedule: Read) -> bool:
