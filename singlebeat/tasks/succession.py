@@ -83,7 +83,8 @@ def let_retries_keep_lock(task: Task) -> None:
     @wraps(replace)
     def on_replace(sig: Signature) -> Any:
         is_one_task = sig.get("subtask_type") is None  # and no chain, group or chord, of which no part is sent now
-        if is_one_task and not getattr(task.app.tasks.get(sig.task), "has_own_gate", False):
+        known = task.app.tasks.get(sig.task)  # another app's may be a Singleton
+        if is_one_task and known is not None and not getattr(known, "has_own_gate", False):
             _let_keep_lock(sig, task.request)
         return replace(sig)
 

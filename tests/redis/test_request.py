@@ -305,6 +305,21 @@ def test_a_plain_task_that_replaces_its_run_by_several_frees_its_lock(app, deliv
     assert not redis.exists(lock)
 
 
+def test_a_plain_task_may_replace_its_run_by_a_task_that_only_another_app_has(app, deliver, redis):
+    def body(self: Any, user: Any) -> None:
+        raise self.replace(app.signature("other.work", ("b",), immutable=True))
+
+    task = app.task(body, name="app.replaces", bind=True, shared=False)
+    task_id, lock = uuid(), "SINGLETONLOCK_a"
+
+    started(deliver(task, ["a"], id=task_id, **{HEADER: {"id": task_id, "key": lock}}))
+    renewer_of(app).flush()
+
+    assert redis.llen("celery") == 1
+    assert not redis.exists(lock)
+    redis.delete("celery")
+
+
 def test_a_task_whose_retries_keep_their_lock_is_sent_as_before(app):
     """By beat in the same worker (-B), and by code that patches Celery later."""
     task = app.task(same, name="app.task", shared=False)
