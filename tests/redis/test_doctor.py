@@ -696,6 +696,26 @@ def test_messages_wait_without_a_worker_only_where_there_are_any(findings, bench
     assert ("problem", "no worker answers: no run starts") in without
 
 
+@pytest.mark.parametrize(
+    ("given", "levels"),
+    [
+        ({}, ["problem"]),
+        ({"paused": True}, ["warning"]),
+        ({"enabled": False}, []),
+        ({"max_runs": 1, "total_run_count": 1}, []),
+    ],
+    ids=["active", "paused", "disabled", "finished"],
+)
+def test_a_task_that_is_gone_is_a_problem_only_where_it_will_be_sent(findings, bench, monkeypatch, given, levels):
+    reader = Reader(frozenset({"celery"}), frozenset({"another"}), 1, ())
+    monkeypatch.setattr(Workers, "ask", lambda _: answering(w1=reader))
+    bench.put(**given)
+
+    found = [level for level, text in findings("entry e") if "knows its task" in text]
+
+    assert found == levels
+
+
 @pytest.mark.parametrize("shown", ["no", "by settings", "by a run"])
 def test_workers_that_answer_no_questions_by_their_settings_are_no_problem(app, findings, bench, monkeypatch, shown):
     monkeypatch.setattr(Workers, "ask", lambda _: Workers({}, {}, {}, {}, {}, (0.0, 0.0)))

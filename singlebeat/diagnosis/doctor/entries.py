@@ -80,7 +80,7 @@ def _is_idle(entries: Schedule, name: str, now: datetime) -> bool:
     """Return whether an entry is paused, disabled or finished."""
     with suppress(EntryError):
         entry = entries.get(name)
-        return not entry.enabled or entry.policy.paused or bool(_why_over(entry, now))
+        return not entry.enabled or entry.policy.paused or bool(why_over(entry, now))
     return False
 
 
@@ -131,7 +131,7 @@ def _over(app: Celery, schedule: Read) -> Iterator[Finding]:
         is_parked = entry.name in names or (most is not None and entry.total_run_count >= most)
         if not is_parked or entry.name in schedule.state.quarantine:
             continue
-        why = _why_over(entry, now)
+        why = why_over(entry, now)
         if why and entry.meta.last_run is None:
             never[entry.name] = why
         elif why:
@@ -155,7 +155,7 @@ def _over(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("fine", "entries", text)
 
 
-def _why_over(entry: Entry, now: datetime) -> str:
+def why_over(entry: Entry, now: datetime) -> str:
     """Return why an entry never runs again, empty if it does."""
     with suppress(Exception):  # a user's own schedule may raise anything, which a tick logs
         return entry.timetable.why_over(entry.meta.counts_from, now, count=entry.total_run_count)

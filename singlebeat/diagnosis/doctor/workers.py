@@ -23,6 +23,7 @@ from ...locks.modes import LockMode, is_singleton, overlap_for
 from ...overlap import Overlap
 from ..locks import every
 from ..workers import NoQuestionsError, Workers, ahead_of_server, last_seen, leaving_workers, silent_workers, unheard
+from .entries import why_over
 from .finding import MOST_NAMED, Finding, Read, of_locks
 
 if TYPE_CHECKING:
@@ -84,12 +85,14 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
     yield from _clocks(app, workers)
     if schedule.state.is_led_by(owner_of(app)):
         yield from _queues(app, schedule, workers)
+    now = datetime.fromtimestamp(schedule.state.now, UTC)
     for entry in schedule.usable:
-        if entry.task not in known:
+        if entry.task not in known and entry.enabled and not why_over(entry, now):
             text = f"no worker that answers knows its task {entry.task}: a worker that gets the message drops it"
             if apps := schedule.foreign.get(entry.name):
                 text += f". It is an entry of app {listed(apps)}: leave it to that app"
-            yield Finding("problem", f"entry {entry.name}", text)
+            is_paused = entry.policy.paused  # it sends none until it is resumed
+            yield Finding("warning" if is_paused else "problem", f"entry {entry.name}", text)
 
 
 def _unreachable(app: Celery, schedule: Read) -> Finding:
