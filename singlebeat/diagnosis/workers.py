@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -71,6 +72,7 @@ class Workers:
     readers: Mapping[str, Reader]  #: worker -> its queues, tasks and slots; without workers that answered only in part
     clocks: Mapping[str, float]  #: worker -> the time of its clock while it answered, in seconds since 1970
     asked: tuple[float, float]  #: begin and end of the questions, in seconds of this process's monotonic clock
+    namesakes: frozenset[str] = frozenset()  #: names that several workers have: of each, one answer is known
 
     @classmethod
     def ask(cls, app: Celery) -> Workers:
@@ -87,7 +89,8 @@ class Workers:
             began = time.monotonic()
             # In parallel, because each question takes the whole timeout.
             with ThreadPoolExecutor(len(QUESTIONS)) as pool:
-                answers = [*pool.map(_asking(app), QUESTIONS)]
+                replies = [*pool.map(_asking(app), QUESTIONS)]
+            answers = [dict(each) for each in replies]
             asked = began, time.monotonic()
             # A worker whose user may not send an answer is silent.
             refused = "" if any(answers) else broker_refusal(app)
@@ -122,6 +125,7 @@ class Workers:
             },
             {worker: shown for worker, stat in stats.items() if (shown := stat.get("singlebeat", {}).get("time"))},
             asked,
+            frozenset(worker for each in replies for worker, n in Counter(w for w, _ in each).items() if n > 1),
         )
 
     def wrong_clocks(self, ahead_of_us: float, *, more_than: float) -> Iterator[tuple[str, float]]:
@@ -300,13 +304,13 @@ def refused_queues(app: Celery, entries: Collection[Entry]) -> Iterator[str]:
                 yield f"maybe no queue is bound to exchange {exchange} with routing key {key!r}: {NO_QUEUE}"
 
 
-def _asking(app: Celery) -> Callable[[str], _Answers]:
-    def ask(question: str) -> _Answers:
+def _asking(app: Celery) -> Callable[[str], Sequence[tuple[str, Any]]]:
+    def ask(question: str) -> Sequence[tuple[str, Any]]:
         with naming_alarms(app) as connection:
             mailbox = copy.copy(app.control.mailbox)(connection)
             mailbox.producer_pool = None  # its connections name no alarm
             replies = mailbox.multi_call(question, timeout=TIMEOUT) or []
-        return {worker: answer for reply in replies for worker, answer in reply.items()}
+        return [about for reply in replies for about in reply.items()]
 
     return ask
 

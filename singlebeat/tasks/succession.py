@@ -8,6 +8,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakSet
 
+from celery.canvas import Signature
 from celery.result import AsyncResult
 
 from ..broker import own_broker
@@ -22,7 +23,6 @@ from ..log import Log
 if TYPE_CHECKING:
     from celery import Celery, Task
     from celery.app.task import Context
-    from celery.canvas import Signature
 
     from ..locks.base import Options
 
@@ -82,7 +82,7 @@ def let_retries_keep_lock(task: Task) -> None:
 
     @wraps(replace)
     def on_replace(sig: Signature) -> Any:
-        is_one_task = sig.get("subtask_type") is None  # and no chain, group or chord, of which no part is sent now
+        is_one_task = type(sig).apply_async is Signature.apply_async  # else its parts have other ids, or are sent later
         known = task.app.tasks.get(sig.task)  # another app's may be a Singleton
         if is_one_task and known is not None and not getattr(known, "has_own_gate", False):
             _let_keep_lock(sig, task.request)

@@ -696,6 +696,25 @@ def test_messages_wait_without_a_worker_only_where_there_are_any(findings, bench
     assert ("problem", "no worker answers: no run starts") in without
 
 
+def test_workers_of_one_name_are_a_problem(findings, bench, monkeypatch):
+    """As of two containers with the same -n: each question is answered for one of them."""
+    stats = {"pool": {"max-concurrency": 1}, "singlebeat": {"version": "1"}}
+    replies = {"registered": [f"{APP}.plain"], "active": [], "active_queues": [{"name": "celery"}], "stats": stats}
+    monkeypatch.setattr(
+        "singlebeat.diagnosis.workers._asking", lambda _: lambda question: [("w@prod", replies[question])] * 2
+    )
+
+    assert ("problem", "several are called w@prod") in [(level, text[:25]) for level, text in findings("workers")]
+
+
+def test_while_redbeat_leads_the_doctor_promises_nothing_of_due_entries(findings, bench):
+    bench.put()
+    assert findings("due entries") != []
+    bench.redis.set("redbeat::lock", "of RedBeat", px=60_000)
+
+    assert findings("due entries") == []
+
+
 @pytest.mark.parametrize(
     ("given", "levels"),
     [
@@ -725,7 +744,8 @@ def test_workers_that_answer_no_questions_by_their_settings_are_no_problem(app, 
     bench.put()
     bench.tick()
     if shown == "by a run":
-        record_end_of_message(app, {"id": bench.ids[0], RUN_HEADER: {"entry": "e"}}, "success", worker="w")
+        headers = {"id": bench.ids[0], RUN_HEADER: {"entry": "e"}}
+        record_end_of_message(app, headers, "success", worker="w", began=time.time())
         flush_ends(app)
 
     ((level, text),) = findings("workers", app=app)

@@ -286,7 +286,7 @@ def test_a_singleton_that_goes_on_as_another_call_is_still_of_its_entry(app, del
     assert following.request_dict[RUN_HEADER] == {"entry": "e"}
 
 
-@pytest.mark.parametrize("canvas", [chain, chord], ids=["chain", "chord"])
+@pytest.mark.parametrize("canvas", ["chain", "chord", "chunks"])
 def test_a_plain_task_that_replaces_its_run_by_several_frees_its_lock(app, deliver, redis, canvas):
     """Celery sends some of them later, or in other processes."""
     another = app.task(same, name="app.another", shared=False)
@@ -294,7 +294,8 @@ def test_a_plain_task_that_replaces_its_run_by_several_frees_its_lock(app, deliv
 
     def body(self: Any, user: Any) -> None:
         several = [another.si("b"), another.si("c")]
-        raise self.replace(chain(*several) if canvas is chain else chord(several, another.si("d")))
+        canvases = {"chain": lambda: chain(*several), "chord": lambda: chord(several, another.si("d"))}
+        raise self.replace({**canvases, "chunks": lambda: another.chunks([("b",), ("c",)], 1)}[canvas]())
 
     task = app.task(body, name="app.replaces", bind=True, shared=False)
     task_id, lock = uuid(), "SINGLETONLOCK_a"

@@ -66,6 +66,7 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
         return
     known = frozenset().union(*workers.known_tasks.values())
     yield Finding("fine", "workers", f"{len(workers.known_tasks)} answer")
+    yield from _namesakes(workers)
     if wrong is None and (leaving := listed(leaving_workers(app))):
         text = (
             f"shutting down, or ended in the last {Config.of(app).singlebeat_lock_lease:g} s: {leaving}. A worker that "
@@ -93,6 +94,13 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
                 text += f". It is an entry of app {listed(apps)}: leave it to that app"
             is_paused = entry.policy.paused  # it sends none until it is resumed
             yield Finding("warning" if is_paused else "problem", f"entry {entry.name}", text)
+
+
+def _namesakes(workers: Workers) -> Iterator[Finding]:
+    """Check for workers of one name, of which Celery answers for one only."""
+    for name in sorted(workers.namesakes):
+        text = f"several are called {name}, and only one of them is checked here: give each a name of its own (-n w@%h)"
+        yield Finding("problem", "workers", text)
 
 
 def _unreachable(app: Celery, schedule: Read) -> Finding:
@@ -180,10 +188,11 @@ def _none_answers(app: Celery, schedule: Read) -> Finding:
 
 
 def _runs_end(app: Celery, within: float) -> bool:
-    """Return whether a worker has recorded the end of a run in the last seconds."""
+    """Return whether a worker has recorded the end of a run in the last seconds that it has begun."""
     since = datetime.now(UTC) - timedelta(seconds=within)
     with suppress(RedisError, KeyError, ValueError):  # another part names the key; any program may add records
-        return any(record.end is not None and record.end.at > since for record in History(app).latest(MOST_NAMED))
+        ends = (record.end for record in History(app).latest(MOST_NAMED) if record.end is not None)
+        return any(end.at > since and end.duration is not None for end in ends)
     return False
 
 
