@@ -2876,6 +2876,20 @@ def test_an_entry_put_back_without_a_place_gets_one_at_the_next_start(server, re
     assert redis.zscore(SCHEDULE, "redbeat:e") > datetime.now(UTC).timestamp()
 
 
+def test_an_entry_that_leaves_beat_schedule_is_named_in_a_warning(server, redis, bench_on, caplog):
+    """Maybe a receiver that adds entries has failed: Celery swallows the error before it sets logging up."""
+    entry = {"task": PLAIN, "schedule": 3600}
+    before = bench_on(server, beat_schedule={"kept": entry, "gone": entry}).scheduler()
+    before.tick()
+    before.close()
+    caplog.set_level("WARNING")
+
+    bench_on(server, beat_schedule={"kept": entry}).tick()
+
+    (line,) = [each for each in caplog.records if "event=entry_removed" in each.message]
+    assert (line.levelname, "entry=gone" in line.message) == ("WARNING", True)
+
+
 def test_the_watchdog_hears_of_each_batch_of_beat_schedule(server, redis, bench_on, monkeypatch):
     entries = {f"e{at}": {"task": PLAIN, "schedule": 3600} for at in range(1001)}
     scheduler = bench_on(server, beat_schedule=entries).scheduler()

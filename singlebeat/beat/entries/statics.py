@@ -333,7 +333,9 @@ class Statics:
         args = (self.owner, round(KEPT_FOR.total_seconds() * 1000), *self._author, packed(rows))
         for name, reply in zip(names, self._call(PARK, touched, *args), strict=True):
             if reply == "parked":
-                log.info("beat: Removing old static schedule entry '%(entry)s'.", event="entry_removed", entry=name)
+                # A warning: a receiver that adds entries may have failed, which Celery logs nowhere at that time.
+                text = "beat: Removing old static schedule entry '%(entry)s', which beat_schedule has no more"
+                log.warning(text, event="entry_removed", entry=name)
             elif reply == "unsent":
                 text = "beat: Removing old static schedule entry '%(entry)s', of which a run is not sent yet"
                 why = "it is sent if the entry comes back within seven days"
