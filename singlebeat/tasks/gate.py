@@ -48,7 +48,7 @@ from ..monitors import same_trace
 from ..rabbitmq_errors import may_pass
 from ..run_results import DUPLICATE_REFUSED, REPLACED
 from ..server_errors import is_denied
-from .renewer import GATE_PAUSE, has_renewer
+from .renewer import GATE_PAUSE, has_renewer, renewer_of
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -135,7 +135,7 @@ def _tell_end(sender: Task, state: str | None = None, **_: object) -> None:
 
     The main process does that, too, and alone after any other end. But while it reconnects to its broker, it reads no
     results: its renewer still renews the lock, and the broker delivers a message with late acknowledgement again. In a
-    pool without child processes it learns of the end at once.
+    pool without child processes it learns of the end at once, but after such a late acknowledgement, which may fail.
     """
     global _asks_from  # noqa: PLW0603 - one for all tasks of a process
     request = sender.request
@@ -148,11 +148,17 @@ def _tell_end(sender: Task, state: str | None = None, **_: object) -> None:
     else:  # it has told its end before, but for what follows it
         run = getattr(request, RUN_HEADER, None)
         ticket = run.ticket if isinstance(run, Run) and is_sent and _may_be_unsent(sender) else None
-    # Without a nonce, the main process manages no locks.
-    if ticket is None or not ticket.nonce or has_renewer(sender.app) or time.monotonic() < _asks_from:
+    if ticket is None or not ticket.nonce:  # without one, the main process manages no locks
+        return
+    goes_on = not is_sent and state != states.RETRY
+    if has_renewer(sender.app):
+        if sender.acks_late:
+            renewer_of(sender.app).tell_end(ticket, unsent=goes_on and _may_be_unsent(sender))
+        return
+    if time.monotonic() < _asks_from:
         return
     try:
-        _free(sender, ticket, goes_on=not is_sent and state != states.RETRY)
+        _free(sender, ticket, goes_on=goes_on)
     except LockBackendError:  # the main process tries, too, and logs an outage
         _asks_from = time.monotonic() + GATE_PAUSE
 

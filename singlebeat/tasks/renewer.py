@@ -156,6 +156,14 @@ class Renewer:
             due, took = time.monotonic() + after, request.has_begun
             self._put_end(_End(due, request.ticket, request.has_run, took, task, request.leaves_unsent))
 
+    def tell_end(self, ticket: Ticket, *, unsent: bool) -> None:
+        """Free the lock of a run that has ended, before its message is acknowledged.
+
+        Args:
+            unsent: what follows the run is sent from now on.
+        """
+        self._put_end(_End(time.monotonic(), ticket, ran=True, unsent=unsent))
+
     def finish_ticket(self, ticket: Ticket) -> None:
         """Free the locks of a message that does not become a request."""
         self._put_end(_End(time.monotonic(), ticket))

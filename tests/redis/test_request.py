@@ -2290,6 +2290,18 @@ def test_a_pool_without_processes_leaves_the_lock_to_the_main_process(begun, app
     assert backend_of(app).get(request.ticket.key) == request.id
 
 
+def test_a_pool_without_processes_tells_an_end_before_a_late_acknowledgement(begun, app):
+    """That may fail, or hang: a lost connection to RabbitMQ does both."""
+    request = begun()
+    request.task.acks_late = True
+
+    trace(request)
+    renewer_of(app).flush()
+
+    assert backend_of(app).get(request.ticket.key) is None
+    assert backend_of(app).renew_many([request.ticket.run], lease=60) == [Renewal.OVER]
+
+
 def test_a_child_asks_a_locks_server_that_hangs_once_in_a_while(begun, app, own_server, monkeypatch):
     app.conf.update(singleton_backend_url=own_server.url, singlebeat_socket_timeout=0.1)
     request, asked = begun(), list[Celery]()
