@@ -119,9 +119,9 @@ EVENTS: Mapping[str, Event] = {
     ),
     "added": Event((WARNING,), "An entry of ``beat_schedule`` that could not be stored is stored now."),
     "entry_removed": Event(
-        (INFO, WARNING),
-        "An entry has left ``beat_schedule`` and is removed; it is kept for seven days. A warning if a run of it is "
-        "not sent yet: ``reason``.",
+        (WARNING,),
+        "An entry has left ``beat_schedule`` and is removed; it is kept for seven days. A run of it that is not sent "
+        "yet waits as ``reason`` says.",
     ),
     "entry_back": Event((INFO,), "An entry is in ``beat_schedule`` again, and has its past and its pause back."),
     "field_ignored": Event((WARNING,), "A definition has a field that no beat knows: ``reason``."),

@@ -21,7 +21,7 @@ from tests.support import RedisServer
 
 
 @pytest.fixture
-def cli(app, redis):
+def cli(app, redis, no_worker_is_awaited):
     """Run a command, in this process."""
 
     def run(*args: str, code: int | None = 0, app=app, stdin: str | None = None) -> Result:
@@ -38,6 +38,9 @@ def cli(app, redis):
 def no_worker_is_awaited(monkeypatch):
     """Let commands ask no longer for workers, of which there are none."""
     monkeypatch.setattr("singlebeat.diagnosis.workers.TIMEOUT", 0.05)
+    monkeypatch.setattr(
+        "kombu.transport.redis.Transport.brpop_timeout", 0.05, raising=False
+    )  # else a second, from 5.6 on
 
 
 @pytest.fixture

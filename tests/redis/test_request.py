@@ -306,7 +306,7 @@ def test_a_plain_task_that_replaces_its_run_by_several_frees_its_lock(app, deliv
     assert not redis.exists(lock)
 
 
-def test_a_plain_task_may_replace_its_run_by_a_task_that_only_another_app_has(app, deliver, redis):
+def test_a_plain_task_may_replace_its_run_by_a_task_of_another_app(app, deliver, redis):
     def body(self: Any, user: Any) -> None:
         raise self.replace(app.signature("other.work", ("b",), immutable=True))
 
@@ -2290,7 +2290,7 @@ def test_a_pool_without_processes_leaves_the_lock_to_the_main_process(begun, app
     assert backend_of(app).get(request.ticket.key) == request.id
 
 
-def test_a_pool_without_processes_tells_an_end_before_a_late_acknowledgement(begun, app):
+def test_a_pool_without_processes_tells_an_end_before_a_late_ack(begun, app):
     """That may fail, or hang: a lost connection to RabbitMQ does both."""
     request = begun()
     request.task.acks_late = True
