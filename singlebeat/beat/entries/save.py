@@ -252,8 +252,7 @@ def _wish(
         # An entry that was finished may go on now.
         and (wanted.max_runs == entry.policy.max_runs or score is None or score >= 0)
     )
-    # A deploy may be about to change the zone, and this process may have the new one.
-    timetable, here = entry.timetable, replace(entry.timetable, zone=app_zone(entry.app))
+    timetable, timetables = entry.timetable, _timetables(entry)
     was_off = not enabled or (wanted is not None and wanted.paused)
     was_off_until = None
     if was_off and entry.enabled and not entry.policy.paused:
@@ -271,13 +270,14 @@ def _wish(
             if stored is not None and wanted is not None:
                 own = zone() or entry.timetable.zone
                 before = replace(timetable, schedule=stored.schedule, policy=wanted, zone=own)
-            found_from = (_counts_from(before, each, past, now, has_moved=has_moved) for each in (timetable, here))
+            found_from = (_counts_from(before, each, past, now, has_moved=has_moved) for each in timetables)
             past = past.counting_from(next((when for when in found_from if when != now), now), now)
         if was_off_until is not None:
             past = timetable.passed(past, was_off_until)
     is_broken = (definition and stored is None) or (meta and whole is None)
     moved = not same_times or goes_on or score is None or is_broken or has_run_since  # a broken entry may be parked
-    due_at = _earlier(timetable, here, past, now) if moved else None
+    found_due = (each.due_at(past.counts_from, now) for each in timetables)
+    due_at = min((each for each in found_due if each is not None), default=None) if moved else None
     writes_past = moved or not meta
     brought = past.sent if not definition or has_run_since else None  # by a past that comes from elsewhere
     return _Wish(
@@ -294,11 +294,13 @@ def _wish(
     )
 
 
-def _earlier(of_beats: Timetable, here: Timetable, past: Meta, now: datetime) -> datetime | None:
-    """Return when an entry is due, in the zone of beats or in that of this process: a beat may check it too early."""
-    timetables = (of_beats,) if of_beats.zone == here.zone else (of_beats, here)
-    found = (each.due_at(past.counts_from, now) for each in timetables)
-    return min((due_at for due_at in found if due_at is not None), default=None)
+def _timetables(entry: Entry) -> Sequence[Timetable]:
+    """Return the times of an entry in the zone of beats, and in that of this process if it is another.
+
+    A deploy may be about to change the zone of beats to that of this process. A beat may check an entry too early.
+    """
+    of_beats, zone = entry.timetable, app_zone(entry.app)
+    return [of_beats] if str(of_beats.zone) == str(zone) else [of_beats, replace(of_beats, zone=zone)]
 
 
 def _has_moved(entry: Entry, past: Meta | None, score: float | None, now: datetime) -> bool:
