@@ -99,10 +99,7 @@ def command(
             if os.environ.get("NO_COLOR") or getattr(ctx.obj, "no_color", False):
                 ctx.color = False  # for all output of click, which prints colours on terminals only
             try:
-                if not needs_tasks:
-                    with suppress(Exception):  # of a user's receiver, which may add entries to ``beat_schedule``
-                        ctx.obj.app.finalize()
-                elif why := _load_code(ctx.obj.app):
+                if why := _prepare(ctx.obj.app, needs_tasks=needs_tasks):
                     click.echo(printable(f"Warning: a module of tasks cannot be imported here: {why}"), err=True)
                 function(ctx.obj.app, **kwargs)
             except RedisError as exc:
@@ -134,16 +131,28 @@ def command(
 _NO_APP = ". No app is named, so that these are Celery's defaults: celery -A APP singlebeat ..."
 
 
-def _load_code(app: Celery) -> str:
-    """Import the tasks; what a module or its child process prints is not the output that another program may read."""
+def _prepare(app: Celery, *, needs_tasks: bool) -> str:
+    """Run the code of users that a command needs, and return why a module of tasks cannot be imported, if so."""
+    with _printing_on_stderr():
+        if needs_tasks:
+            return load_code(app)
+        with suppress(Exception):  # of a receiver, which may add entries to ``beat_schedule``
+            app.finalize()
+        return ""
+
+
+@contextmanager
+def _printing_on_stderr() -> Iterator[None]:
+    """Keep what code of users or its child process prints out of the output that another program may read."""
     if sys.stdout is None or sys.stderr is None:  # it is closed, and the number may be that of a socket by now
-        return load_code(app)
+        yield
+        return
     sys.stdout.flush()
     kept = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)
     try:
         with redirect_stdout(sys.stderr):
-            return load_code(app)
+            yield
     finally:
         os.dup2(kept, STDOUT)
         os.close(kept)

@@ -14,7 +14,7 @@ from zoneinfo import ZoneInfo
 
 from celery.schedules import crontab
 
-from ..beat.calendar.zone import app_zone
+from ..beat.calendar.zone import app_zone, zone_of_text
 from ..beat.entries.policy import EntryPolicy
 from ..beat.explain import explain
 from ..beat.schedule import Schedule
@@ -121,8 +121,8 @@ class Board:
 
     @property
     def zone(self) -> tzinfo:
-        """The zone in which schedules without one of their own are read."""
-        return app_zone(self.app)
+        """The zone in which beats read schedules without one of their own; this process's if it is not known."""
+        return zone_of_text(self.state.zone) or app_zone(self.app)
 
     def zone_of(self, entry: Entry | None) -> tzinfo:
         """Return the zone in which an entry's schedule is read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from asyncio import CancelledError
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
@@ -674,6 +675,21 @@ def test_a_command_is_not_ended_by_an_entry_whose_schedule_fails(bench, cli, com
 
     if command[0] in {"list", "status", "next", "explain", "backfill"}:
         assert "next run cannot be calculated: LookupError: too long ago" in output
+
+
+@pytest.mark.parametrize("command", ["status", "list"])
+def test_what_a_receiver_of_on_after_finalize_prints_spoils_no_command(cli, server, redis, command):
+    with make_app(server.celery_url) as app:
+        app.finalized = False
+
+        @app.on_after_finalize.connect(weak=False)
+        def add(**_):
+            sys.stdout.write("adding entries")
+
+        answer = cli(command, "--json", app=app)
+
+    assert "entries" in json.loads(answer.stdout)
+    assert "adding entries" in answer.stderr
 
 
 def test_a_command_reads_what_on_after_finalize_adds(cli, server, redis):

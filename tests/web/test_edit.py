@@ -801,6 +801,18 @@ def test_the_preview_has_words_runs_and_the_shifts_of_the_clocks(page, entries):
     assert "02:30 comes twice" in text
 
 
+def test_a_page_in_another_zone_reads_wall_clocks_as_beats_do(page, entries, redis):
+    redis.set("redbeat::zone", "Europe/Berlin")  # the app is in UTC
+    entries.upsert("night", PLAIN, crontab(minute="30", hour="2"))
+    form = values(page.get("/edit").text) | {"task": PLAIN, "minute": "30", "hour": "2"}
+
+    preview = page.post("/preview", data=form).text
+
+    assert "02:30 does not exist" in preview
+    for text in (page.get("/entry?name=night").text, page.get("/edit?name=night").text):
+        assert "Europe/Berlin" in text
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
