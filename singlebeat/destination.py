@@ -9,6 +9,8 @@ from celery.app.routes import MapRoute
 from kombu import Queue
 from kombu.common import Broadcast
 
+from .missing_modules import is_maybe_missing
+
 if TYPE_CHECKING:
     from celery import Celery
 
@@ -90,6 +92,8 @@ def _route(
     app: Celery, task: str, options: Options, args: Arguments | None, kwargs: NamedArguments | None
 ) -> Mapping[str, Any]:
     """Return the options of a call with those of its task and its route; a known queue as such."""
+    if is_maybe_missing(app, task) and not options.get("queue"):
+        raise LookupError(f"the module of {task} cannot be imported here, where the task may name its queue")
     known = app.tasks.get(task)
     given = {**(known._get_exec_options() if known is not None else {}), **options}
     route: dict[str, Any] = app.amqp.router.route(given, task, args or (), kwargs or {}, known)

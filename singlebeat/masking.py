@@ -15,10 +15,10 @@ from fnmatch import translate
 from functools import lru_cache
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakSet
 
 from .config import Config
 from .errors import EntryError
+from .missing_modules import is_maybe_missing
 
 if TYPE_CHECKING:
     from celery import Celery, Task
@@ -28,7 +28,6 @@ __all__ = (
     "MASK",
     "Faces",
     "MaskError",
-    "mask_unknown_tasks",
     "masked",
     "masked_arguments",
     "masked_text",
@@ -382,20 +381,14 @@ def _positional(
     return shown
 
 
-#: Apps of which a module of tasks could not be imported here.
-_without_code: WeakSet[Celery] = WeakSet()
-
-
-def mask_unknown_tasks(app: Celery) -> None:
-    """Mask all positional arguments of tasks that are not registered: a module is missing, which would name them."""
-    _without_code.add(app)
-
-
 def _secret_positions(task: str, app: Celery, patterns: tuple[str, ...], count: int) -> Sequence[bool]:
-    """Return for each positional argument of a task whether its name is secret, as far as the names are known."""
-    registered = app.tasks.get(task) if count else None
-    if registered is None and app in _without_code:
+    """Return for each positional argument of a task whether its name is secret, as far as the names are known.
+
+    All may be secret where the module is missing that names them.
+    """
+    if is_maybe_missing(app, task):
         return [True] * count
+    registered = app.tasks.get(task) if count else None
     names, rest = _names(registered) if registered is not None else ((), "")
     found = [_is_secret(name, patterns) for name in names[:count]]
     return found + [True] * (count - len(found)) if rest and _is_secret(rest, patterns) else found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -104,6 +105,7 @@ class Dispatcher:
         self.publisher, self.progress = publisher, progress
         self._said_unlocked = False
         self._workers_trusted_until = 0.0  #: until when they count as seen, by the monotonic clock
+        self._workers_noted_until = 0.0  #: until when a standby does not ask for them again
         self._said_unlocked_of = set[str]()  #: the same of entries, by their keys
         self._said_why_unsent = dict[str, str]()  #: the reason whose traceback was logged last, by the key of an entry
         self.failures = Failures(app, publisher.forget_broker)
@@ -127,6 +129,17 @@ class Dispatcher:
         is_plain = not hasattr(type(self.app.tasks.get(claimed.stored.entry.task)), "generate_lock")
         return is_plain and (claimed.occurrence.overlap or claimed.stored.policy.overlap) is not Overlap.ALLOW_ALL
 
+    def note_workers(self) -> None:
+        """Note whether a worker was seen, in a beat that stands by: it may lead next on a server that was emptied."""
+        if time.monotonic() >= self._workers_noted_until:
+            self._workers_noted_until = time.monotonic() + Config.of(self.app).singlebeat_lock_lease / 2
+            with suppress(ConfigError, LockBackendError):  # the leader logs it
+                if backend_of(self.app).workers_seen():
+                    self._trust_workers()
+
+    def _trust_workers(self) -> None:
+        self._workers_trusted_until = time.monotonic() + Config.of(self.app).singlebeat_lock_lease
+
     def _ask_for_workers(self) -> bool:
         """Return whether a worker was seen that frees the locks of plain tasks, which else would stay for an hour."""
         self.progress()
@@ -135,7 +148,7 @@ class Dispatcher:
         except ConfigError as exc:
             seen, why = False, str(exc)
         if seen:
-            self._workers_trusted_until = time.monotonic() + Config.of(self.app).singlebeat_lock_lease
+            self._trust_workers()
         # A server that comes back empty: workers announce themselves again at each renewal, a third of a lease apart.
         seen = seen or time.monotonic() < self._workers_trusted_until
         if not seen and not self._said_unlocked:

@@ -79,7 +79,8 @@ class HeldLock:
             last_seen: the workers that the locks' server has seen, with the seconds since then.
         """
         since = (self.renewed or 0.0) + self.lease  # its worker was seen less than a lease before the run began
-        owners = [self.worker] if self.worker else sorted(w for w, age in last_seen.items() if age % RETIRED < since)
+        near = (w for w, age in last_seen.items() if age < since or RETIRED <= age < RETIRED + since)
+        owners = [self.worker] if self.worker else sorted(near)
         if not owners or not set(owners) <= set(answering):
             return "its worker has probably died, or hangs"
         who = f"{owners[0]} answers" if len(owners) == 1 else f"its worker is one of {listed(owners)}, which answer"

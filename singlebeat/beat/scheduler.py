@@ -468,6 +468,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self._note_earlier_loss(_lost_records(lost_since) if lost_since is not None else "")
         if time.monotonic() >= self._check_leader_at and not self._closed:
             self._check_leader_at = time.monotonic() + LEADER_CHECK_INTERVAL
+            self.dispatcher.note_workers()
             leader, spoilt = self.lease.leader(), self.lease.spoilt
             self._note_earlier_loss(_forgotten(self.lease.forgotten) if self.lease.forgotten else "")
             name = self._stands_by_for if leader and self._stands_by_for else "another beat"

@@ -15,7 +15,7 @@ from celery.signals import import_modules
 
 from ..beat.entries.statics import signature_of
 from ..log import without_passwords
-from ..masking import mask_unknown_tasks
+from ..missing_modules import note_missing_module
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -52,7 +52,7 @@ def load_code(app: Celery, *, patience: float | None = None) -> str:
         if app not in _loaded:
             _loaded[app] = _load(app)
             if _loaded[app]:
-                mask_unknown_tasks(app)
+                note_missing_module(app)
         return _loaded[app]
     finally:
         _loading.release()

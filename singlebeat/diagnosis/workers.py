@@ -268,7 +268,7 @@ def leaving_workers(app: Celery) -> Sequence[str]:
 
 
 def last_seen(app: Celery) -> Mapping[str, float]:
-    """Return the workers with singlebeat that the locks' server saw in the last day, with the seconds since then.
+    """Return the workers with singlebeat that the locks' server saw lately, with the seconds since then.
 
     To those of a worker that shuts down, or has ended, ``RETIRED`` is added.
     """

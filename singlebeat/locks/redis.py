@@ -37,6 +37,9 @@ SCAN_COUNT = 500
 #: Seconds for which a suspicion is kept that the message of a lock is lost.
 SUSPECTED_FOR = 600.0
 
+#: Seconds for which a worker is named at most while others announce themselves.
+NAMED_FOR = 24 * 3600.0
+
 #: Age in seconds that is added to that of a worker which shuts down, or has ended: longer than a lease, at most a day.
 RETIRED = 12 * 3600
 
@@ -284,12 +287,12 @@ class RedisBackend(BaseBackend):
         return tuple(ref for ref, reply in zip(refs, replies, strict=True) if reply == "lost")
 
     def announce(self, worker: str, *, ttl: float) -> None:
-        """Record that a worker is alive that releases the locks of its tasks."""
+        """Record that a worker is alive that releases the locks of its tasks; drop names that are old."""
         with self._reaching(WORKERS_KEY):
             seconds, _ = self.redis.time()
             with self.redis.pipeline(transaction=False) as pipe:
                 pipe.zadd(WORKERS_KEY, {worker: seconds})
-                pipe.zremrangebyscore(WORKERS_KEY, "-inf", seconds - ttl)
+                pipe.zremrangebyscore(WORKERS_KEY, "-inf", seconds - min(ttl, NAMED_FOR))
                 pipe.pexpire(WORKERS_KEY, _ms(ttl))
                 pipe.zrangebyscore(WORKERS_KEY, seconds + 1, "+inf")
                 *_, ahead = pipe.execute()

@@ -36,8 +36,9 @@ __all__ = ("Renewer", "has_renewer", "renewer_of")
 
 log = Log(__name__)
 
-#: Seconds for which a worker with singlebeat counts as seen; long, because locks matter most while workers are down.
-ANNOUNCED_FOR = 24 * 3600.0
+#: Seconds for which a worker with singlebeat counts as seen; long, because locks matter most while workers are down: a
+#: staging system may have none over the holidays, though beat goes on.
+ANNOUNCED_FOR = 30 * 24 * 3600.0
 
 #: Seconds without a question about locks of plain tasks after the locks' server failed, in the main process or a child.
 #: So an outage cannot stall the worker.

@@ -20,8 +20,9 @@ from singlebeat.errors import LockBackendError, UnusableLockError
 from singlebeat.locks.base import Call, Holder, IfHeld, Ref, Renewal, Ticket, Verdict
 from singlebeat.locks.key import behind_key, done_key, lock_key, turn_key
 from singlebeat.locks.memory import MemoryBackend
-from singlebeat.locks.redis import SCRIPTS, WORKERS_KEY, RedisBackend
+from singlebeat.locks.redis import NAMED_FOR, SCRIPTS, WORKERS_KEY, RedisBackend
 from singlebeat.lua import packed
+from singlebeat.tasks.renewer import ANNOUNCED_FOR
 from tests.benchmarks import wire
 from tests.support import RedisServer, contents, free_port, wait_until, without
 from tests.system.apps import make_app
@@ -1693,6 +1694,17 @@ def test_a_worker_is_seen_as_long_as_it_announces_itself(backend, redis, lives):
     assert lives(LEASE, WORKERS_KEY)
     redis.delete(WORKERS_KEY)
     assert not backend.workers_seen()
+
+
+def test_workers_count_as_seen_for_longer_than_each_is_named(backend, redis):
+    """A system may have no worker over the holidays, and one that deploys often has many names."""
+    seconds, _ = redis.time()
+    redis.zadd(WORKERS_KEY, {"former@host": seconds - NAMED_FOR - 60, "lately@host": seconds - NAMED_FOR + 60})
+
+    backend.announce("w1@host", ttl=ANNOUNCED_FOR)
+
+    assert set(redis.zrange(WORKERS_KEY, 0, -1)) == {"w1@host", "lately@host"}
+    assert redis.ttl(WORKERS_KEY) > 25 * 24 * 3600
 
 
 # ---------------------------------------------------------------- the server

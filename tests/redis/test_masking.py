@@ -13,6 +13,8 @@ from celery.schedules import schedule
 from starlette.testclient import TestClient
 
 from singlebeat import Entry, Schedule, Singleton, web
+from singlebeat.beat.delivery import Reader
+from singlebeat.diagnosis.workers import Workers
 
 SECRET = "hunter2"
 KWARGS = {"user": "ann", "api_token": SECRET, "more": [{"Password": SECRET}], "to": f"https://ann:{SECRET}@shop.test/"}
@@ -122,6 +124,22 @@ def test_an_argument_is_masked_if_the_module_of_its_task_fails(cli, app, redis, 
 
     assert "**" in output
     assert SECRET not in output
+
+
+def test_a_queue_is_unknown_if_the_module_of_its_task_fails(cli, app, redis, module, findings, bench, monkeypatch):
+    """The task may name another queue than the app's default one, and healthy workers read that."""
+    high = Reader(frozenset({"high"}), frozenset({"shop.hi"}), 1, ())
+    known = Workers({}, {"w1": high.tasks}, {"w1": ""}, {"w1": high}, {}, (0.0, 0.0))
+    monkeypatch.setattr(Workers, "ask", lambda _: known)
+    for name, options in (("e", {}), ("named", {"queue": "unread"})):
+        Entry(name, "shop.hi", schedule(60), options=options, app=app).save()
+    bench.tick()
+    module("raise ConnectionError('the database is away')")
+
+    texts = [text for _, text in findings("queue")]
+
+    assert ["unread" in text for text in texts] == [True]
+    assert "-Q celery" not in cli("explain", "e").output
 
 
 def test_a_page_is_mounted_before_it_imports_the_modules_of_tasks(app, redis, module):

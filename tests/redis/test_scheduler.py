@@ -3426,6 +3426,24 @@ def test_a_plain_task_is_locked_while_workers_announce_themselves_again(bench, l
     assert len(logged("unlocked")) == 1
 
 
+def test_a_standby_that_takes_over_an_emptied_server_locks_plain_tasks(server, redis, bench_on, logged):
+    """Workers live, and announce themselves again a third of a lease later."""
+    leader, standby = bench_on(server), bench_on(server)
+    backend_of(leader.app).announce("w1", ttl=60)
+    leader.tick()
+    standby.tick()
+    redis.flushall()
+    leader.close()
+    standby.put()
+
+    standby.tick()
+    standby.make_due()
+    standby.tick()
+
+    assert [record["decision"] for record in standby.history] == ["dispatched", "skipped_overlap"]
+    assert logged("unlocked") == []
+
+
 @pytest.mark.parametrize("given", [{}, {"mine": {"task": PLAIN, "schedule": 3600}}], ids=["empty", "with entries"])
 def test_a_lost_schedule_is_unhealthy_while_it_has_no_entries(server, redis, bench_on, cli, given):
     """Beats that work are not to be restarted for a day because of entries that they cannot bring back."""

@@ -214,7 +214,7 @@ def test_a_worker_that_answers_and_runs_nothing_is_not_said_to_be_dead():
     assert "runs it: w1@h answers, so the run has ended there and its lock could not be freed (the log of" in text
     assert "The lock ends by itself in 5 s" in text
     assert "probably died" not in text
-    two = {"w1@h": 9.0, "w2@h": 3.0, "long gone": 90.0}
+    two = {"w1@h": 9.0, "w2@h": 3.0, "long gone": 90.0, "for days": 4 * RETIRED + 3.0}
     text = said(skip, locks={"x": unknown}, answering={"w1@h", "w2@h"}, last_seen=two)
     assert "runs it: its worker is one of w1@h, w2@h, which answer, so the run has ended there" in text
     assert "probably died" in said(skip, locks={"x": unknown}, answering={"w1@h"}, last_seen=two)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,6 @@ from ...beat.delivery import PREFETCH, Delivery, listed, queue_of
 from ...beat.entries.statics import owner_of
 from ...beat.server_time import DIFFERS_FROM, UNFIT_FROM
 from ...beat.status import counted
-from ...beat.store.history import History
 from ...config import Config
 from ...connections import RedisError, broker_place
 from ...errors import ConfigError, LockBackendError, SinglebeatError
@@ -172,7 +171,7 @@ def _none_answers(app: Celery, schedule: Read) -> Finding:
             )
             return Finding("warning", "workers", text)
     lives = listed(sorted(worker for worker, age in last_seen(app).items() if age < lease))
-    if lives and (not app.conf.worker_enable_remote_control or _runs_end(app, lease)):
+    if lives and not app.conf.worker_enable_remote_control:
         text = (
             f"no worker answers; {lives}: seen at the locks' server less than {lease:g} s ago. Workers answer no "
             "question while worker_enable_remote_control is off, so their queues, tasks and slots are not checked, nor "
@@ -185,15 +184,6 @@ def _none_answers(app: Celery, schedule: Read) -> Finding:
         "has worker_enable_remote_control switched off; then set that for this process, too"
     )
     return Finding("problem", "workers", f"no worker answers: {waits}{seen if lives else ''}")
-
-
-def _runs_end(app: Celery, within: float) -> bool:
-    """Return whether a worker has recorded the end of a run in the last seconds that it has begun."""
-    since = datetime.now(UTC) - timedelta(seconds=within)
-    with suppress(RedisError, KeyError, ValueError):  # another part names the key; any program may add records
-        ends = (record.end for record in History(app).latest(MOST_NAMED) if record.end is not None)
-        return any(end.at > since and end.duration is not None for end in ends)
-    return False
 
 
 def _has_messages(app: Celery, schedule: Read) -> bool:
