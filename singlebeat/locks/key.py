@@ -71,7 +71,7 @@ LOCK_KEYS: Mapping[str, tuple[str, str]] = {
     "<prefix>:suspects": ("zset", "The locks that have refused a call, and whose messages may be lost."),
     "singlebeat:workers": (
         "zset",
-        "The workers with singlebeat that were seen, each with its broker and the time: for a day, the last ones for 30 "
+        "The workers with singlebeat that were seen, each with its broker and the time: for a day, the last for 30 "
         "days. As long as there are any, beat locks plain tasks. All apps of a server and its database share the key.",
     ),
 }

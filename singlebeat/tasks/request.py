@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from celery.concurrency.base import BasePool
-from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, Terminated, TimeLimitExceeded, WorkerLostError
+from celery.exceptions import (
+    Reject,
+    SoftTimeLimitExceeded,
+    TaskRevokedError,
+    Terminated,
+    TimeLimitExceeded,
+    WorkerLostError,
+)
 from celery.worker import request as celery_request
 from celery.worker.state import revoked, revoked_stamps, task_ready
 from kombu.serialization import registry
@@ -497,6 +504,11 @@ class Request(celery_request.Request):  # type: ignore[misc]
         self._past_limit |= isinstance(exc, celery_request.TimeLimitExceeded) and self.ticket is not None
         try:
             return super().on_failure(exc_info, send_failed_event, return_ok)
+        except Exception:
+            # Celery (5.7) first stores that the run has failed. No other end follows, which would answer the broker.
+            if isinstance(exc, Reject) and not self.acknowledged:
+                self.reject(requeue=exc.requeue)
+            raise
         finally:
             self.free_if_acknowledged()
 

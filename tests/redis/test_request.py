@@ -2237,6 +2237,31 @@ def test_a_timed_out_run_keeps_message_and_lock_until_its_process_is_dead(app, d
     assert redis.hget(run.key, "state") == "queued"
 
 
+@pytest.mark.parametrize("base", [Task, Singleton])
+@pytest.mark.parametrize("requeue", [False, True], ids=["", "requeued"])
+def test_a_rejected_run_whose_failure_cannot_be_stored_is_rejected(app, deliver, redis, monkeypatch, base, requeue):
+    """Celery stores the failure first; without an answer to the broker, the worker would renew the lock for ever."""
+    task, task_id = app.task(same, name="app.task", base=base, shared=False, acks_late=True), uuid()
+    request = deliver(task, ["a"], id=task_id, **{HEADER: {"id": task_id, "key": "SINGLETONLOCK_a"}})
+    run = request.ticket.run
+    backend_of(app).begin(run, lease=60, remember_for=60, task=task.name, arguments="")
+    request.on_accepted(1, time.monotonic())
+    monkeypatch.setattr(
+        task.backend, "mark_as_failure", Mock(side_effect=ConnectionError("the result backend is away"))
+    )
+    try:
+        raise Reject("no", requeue=requeue)  # noqa: TRY301 - only what was raised has a traceback
+    except Reject:
+        error = ExceptionInfo()
+
+    with suppress(ConnectionError):  # Celery before 5.7 stores none
+        request.on_failure(error)
+    renewer_of(app).flush()
+
+    assert messages(redis) == (int(requeue), 0)
+    assert redis.hget(run.key, "state") == ("queued" if requeue else None)
+
+
 @pytest.fixture
 def begun(app: Celery, deliver: Deliver) -> Callable[..., Request]:
     """Returns the request of a plain task with a lock that has begun: its body raises the error, or returns."""
