@@ -62,6 +62,9 @@ MOST_LOCKS = 1000
 #: The fields of a definition that may hold arguments.
 IN_CALL = ("args", "kwargs", "options")
 
+#: The parts of an entry that hold no arguments but those of calls in its options.
+WITHOUT_ARGUMENTS = frozenset({"task", "schedule", "enabled", "options", "policy", *EntryPolicy.names()})
+
 #: The fields of a call and of a message that hold or show its arguments.
 ARGUMENTS = frozenset({"args", "kwargs", "argsrepr", "kwargsrepr"})
 
@@ -199,15 +202,17 @@ class Board:
         """Return the parts of an entry that a change has changed, before and after, as they may be shown."""
         found = {}
         for part, (before, after) in change.masked_differences(self.app).items():
-            found[part] = self._as_text(part, before), self._as_text(part, after)
+            # A field that no entry has may be one of arguments, with its name mistyped by another program.
+            is_hidden = self.hide_arguments and bool(change.entry) and part not in WITHOUT_ARGUMENTS
+            found[part] = self._as_text(before, is_hidden=is_hidden), self._as_text(after, is_hidden=is_hidden)
         return found
 
-    def _as_text(self, part: str, value: object) -> str:
+    def _as_text(self, value: object, *, is_hidden: bool) -> str:
         if value is None:
             return ""
+        if is_hidden:
+            return "hidden"
         if self.hide_arguments:
-            if part in {"args", "kwargs", "definition"}:
-                return "hidden"
             value = without_arguments(value)
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 

@@ -402,11 +402,15 @@ def test_the_version_in_the_form_tells_no_secret(page, entries, redis):
     assert values(page.get("/edit?name=e").text)["version"] != first
 
 
-def test_hidden_arguments_are_in_no_page_and_stay_stored(visit, entries):
+def test_hidden_arguments_are_in_no_page_and_stay_stored(visit, entries, redis):
     link = {"task": PLAIN, "args": ["private", 1], "kwargs": {}, "options": {"argsrepr": "private"}}
     entries.upsert("e", PLAIN, 60, args=["other"])
     options = {"link": [link], "link_error": ["private"]}
     entries.upsert("e", PLAIN, 60, args=["private"], kwargs={"n": "private"}, options=options)
+    mistyped = {"task": PLAIN, "schedule": {"__type__": "interval", "every": 60}, "argz": ["private"]}
+    redis.hset("redbeat:m", "definition", json.dumps(mistyped))  # as another program may
+    redis.zadd("redbeat::schedule", {"redbeat:m": 1})
+    entries.delete("m")
     page = visit(hide_arguments=True)
 
     for path in (
