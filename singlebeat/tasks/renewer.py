@@ -60,6 +60,9 @@ DENIED_PAUSE, MOST_DENIED = 10.0, 500
 #: Seconds for which ends of runs are collected; the process that ran them has freed most of their locks already.
 GATHERING = 0.02
 
+#: Seconds between two looks whether the thread has begun a run.
+POLL = 0.01
+
 #: Seconds that a worker which shuts down waits for its last locks to be freed.
 FLUSH_TIMEOUT = 5.0
 
@@ -108,6 +111,7 @@ class Renewer:
         self._left_out: list[_End] = []  #: the key of their locks was denied to this user
         self._gate_closed_until = 0.0
         self._denied = set[str]()  #: the keys of locks that the server denies to this user, once that is logged
+        self._beginning: Request | None = None  #: the request that the thread may be about to begin
         self._started = self._is_retired = False
         self._is_unannounced = False  #: it may not announce itself, or another program has spoilt the key
         self.timer: Timer = None  #: of the worker's event loop, where messages may be acknowledged; None without worker
@@ -185,6 +189,7 @@ class Renewer:
             return
         handover = _Handover(request.ticket.run, successor, ttl)
         if at_once and self.answers():
+            self._await_begin(request)
             try:
                 self._rotate(self._gate, handover)
             except LockBackendError:
@@ -417,8 +422,7 @@ class Renewer:
             if request.ticket is None or ref.key != request.ticket.key:
                 continue  # the lock of a message in the queue ends with its start
             if renewal is Renewal.QUEUED and request.time_start is not None:
-                with suppress(UnusableLockError):  # logged by the process that started the run
-                    self._begin(request, ref)  # the run started while the server was unreachable
+                self._begin(request, ref)  # the run started while the server was unreachable
             elif renewal is Renewal.RUNNING:
                 request.has_begun = True
             elif renewal is Renewal.OVER:
@@ -434,10 +438,23 @@ class Renewer:
         do_in_loop(partial(signals.lock_lost.send, sender=task, ref=ref))
 
     def _begin(self, request: Request, ref: Ref) -> None:
+        """Let a run that has started take its lock, unless it has ended or been handed over since it was listed."""
         queued = request.ticket.queued if request.ticket else ""
         about = {"task": request.name, "arguments": request.shown, "entry": entry_of(request.request_dict)}
         about["note"] = self._note
-        self.backend.begin(ref, queued=queued, lease=self.lease, remember_for=self.remember_for, **about)
+        self._beginning = request  # before the check, as the other thread first takes the request off the list
+        try:
+            if id(request) in self._requests:
+                with suppress(UnusableLockError):  # logged by the process that started the run
+                    self.backend.begin(ref, queued=queued, lease=self.lease, remember_for=self.remember_for, **about)
+        finally:
+            self._beginning = None
+
+    def _await_begin(self, request: Request) -> None:
+        """Wait until the thread does not begin a request, which the caller has taken off the list."""
+        given_up = time.monotonic() + FLUSH_TIMEOUT
+        while self._beginning is request and time.monotonic() < given_up:
+            time.sleep(POLL)
 
 
 _renewers: WeakKeyDictionary[Celery, tuple[int, Renewer]] = WeakKeyDictionary()

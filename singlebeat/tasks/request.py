@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial, wraps
@@ -130,16 +131,14 @@ def _then_over(method: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(args[0], _Escaped):
             return self.end_escaped(args[0])
         try:
-            return method(self, *args, **kwargs)
-        finally:
             # In a pool without processes, SystemExit and the like arrive here in place of a result, and Celery fails.
-            if isinstance(args[0], ExceptionInfo) and not self.acknowledged:
-                self._leave_to_next_delivery()
-            else:
-                self.free_if_acknowledged()
-                if not isinstance(args[0], ExceptionInfo) and not args[0][0]:
-                    # A worker that reconnects to its broker reads the result late. Celery measures no failed run.
-                    record_end(self, "success", seconds=args[0][2])
+            with self._over_though_celery_fails():
+                return method(self, *args, **kwargs)
+        finally:
+            self.free_if_acknowledged()
+            if not isinstance(args[0], ExceptionInfo) and not args[0][0]:
+                # A worker that reconnects to its broker reads the result late. Celery measures no failed run.
+                record_end(self, "success", seconds=args[0][2])
 
     return ended
 
@@ -502,15 +501,28 @@ class Request(celery_request.Request):  # type: ignore[misc]
             record_end(self, outcome, exc)
         self._cut_short |= isinstance(exc, CUT_SHORT_BY)
         self._past_limit |= isinstance(exc, celery_request.TimeLimitExceeded) and self.ticket is not None
+        answer = partial(self.reject, requeue=exc.requeue) if isinstance(exc, Reject) else None
         try:
-            return super().on_failure(exc_info, send_failed_event, return_ok)
-        except Exception:
-            # Celery (5.7) first stores that the run has failed. No other end follows, which would answer the broker.
-            if isinstance(exc, Reject) and not self.acknowledged:
-                self.reject(requeue=exc.requeue)
-            raise
+            with self._over_though_celery_fails(answer):
+                return super().on_failure(exc_info, send_failed_event, return_ok)
         finally:
             self.free_if_acknowledged()
+
+    @contextmanager
+    def _over_though_celery_fails(self, answer: Callable[[], object] | None = None) -> Iterator[None]:
+        """Let the run be over though Celery fails at its end before it answers the broker, which it does last.
+
+        Most often the result backend is away. No other end would follow, and the lock would be renewed for ever.
+
+        Args:
+            answer: the answer; None: the broker delivers the message again once it has lost this worker.
+        """
+        try:
+            yield
+        except BaseException:
+            if not (self.acknowledged or self._over):
+                (answer or self._leave_to_next_delivery)()
+            raise
 
     def end_escaped(self, exc_info: ExceptionInfo) -> None:
         """End the request with an exception that has left Celery's tracer, as the pool of processes does."""
@@ -555,8 +567,15 @@ class Request(celery_request.Request):  # type: ignore[misc]
         """Handle a time limit; the hard limit ends the run."""
         self._past_limit |= not soft and self.ticket is not None
         self._cut_short |= not soft
-        super().on_timeout(soft, timeout)
-        if not soft:
+        if soft:
+            super().on_timeout(soft, timeout)
+            return
+        acknowledges = getattr(self.task, "acks_on_timeout", self.task.acks_on_failure_or_timeout)
+        answer = self.acknowledge if acknowledges else partial(self.reject, requeue=True)
+        try:
+            with self._over_though_celery_fails(answer):
+                super().on_timeout(soft, timeout)
+        finally:
             record_end(self, "time_limit", f"{timeout} s")
             self.free_if_acknowledged()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from threading import Event
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -2235,6 +2235,85 @@ def test_a_timed_out_run_keeps_message_and_lock_until_its_process_is_dead(app, d
     assert messages(redis) == (1, 0)
     renewer_of(app).flush()
     assert redis.hget(run.key, "state") == "queued"
+
+
+@pytest.mark.parametrize(
+    ("options", "waiting"),
+    [({}, 0), ({"acks_late": True}, 0), ({"acks_late": True, "acks_on_failure_or_timeout": False}, 1)],
+    ids=["early", "late", "requeued"],
+)
+def test_a_hard_time_limit_that_cannot_be_stored_ends_its_run(app, deliver, redis, monkeypatch, options, waiting):
+    """In a pool of greenlets, no other end follows."""
+    task, timer = task_of(app, **options), Timer()
+    renewer_of(app).timer = timer
+    pool = SimpleNamespace(uses_semaphore=False, apply_async=Mock())
+    request = deliver(task, ["a"], pool=pool)
+    request.execute_using_pool(pool)
+    run = request.ticket.run
+    backend_of(app).begin(run, lease=60, remember_for=60, task=task.name, arguments="")
+    request.on_accepted(1, time.monotonic())
+    monkeypatch.setattr(task.backend, "mark_as_failure", Mock(side_effect=ConnectionError("away")))
+
+    with pytest.raises(ConnectionError):
+        request.on_timeout(False, 1)
+    for due in [*timer.queue]:
+        due.entry()
+
+    assert messages(redis) == (waiting, 0)
+    state = "queued" if waiting else None
+    wait_until(lambda: redis.hget(run.key, "state") == state, what="the end of the lock")
+
+
+@pytest.mark.parametrize("acks_late", [False, True])
+@pytest.mark.parametrize("report", ["on_success", "on_failure"])
+def test_no_error_of_celery_at_the_end_of_a_run_keeps_its_lock(app, deliver, redis, monkeypatch, report, acks_late):
+    """Celery leaves the message with the worker: a run that its next delivery makes starts at once."""
+    task, pool = task_of(app, acks_late=acks_late), SimpleNamespace(uses_semaphore=True, apply_async=Mock())
+    request = deliver(task, ["a"], pool=pool)
+    request.execute_using_pool(pool)
+    run = request.ticket.run
+    backend_of(app).begin(run, lease=60, remember_for=60, task=task.name, arguments="")
+    request.on_accepted(1, time.monotonic())
+    try:
+        raise MemoryError  # noqa: TRY301 - only what was raised has a traceback
+    except MemoryError:
+        error = ExceptionInfo()
+
+    with pytest.raises(MemoryError):
+        request.on_success((True, error, 1.0)) if report == "on_success" else request.on_failure(error)
+    renewer_of(app).flush()
+
+    assert redis.hget(run.key, "state") == ("queued" if acks_late else None)
+    assert request not in renewer_of(app)._living()
+
+
+@pytest.mark.parametrize("during", ["renew_many", "begin"])
+def test_a_run_that_is_requeued_while_it_is_renewed_leaves_its_lock(app, deliver, redis, monkeypatch, during):
+    """Else its next delivery would be dropped as a copy of a run that is over."""
+    task, renewer = task_of(app, acks_late=True), renewer_of(app)
+    renewer._started = True  # the test does the work of its thread
+    task.delay("a")
+    request = deliver(task)
+    run = request.ticket.run
+    request.on_accepted(1, time.monotonic())
+    requeues, handle = Thread(target=lambda: request.reject(requeue=True)), getattr(renewer.backend, during)
+
+    def meanwhile(*args: Any, **options: Any) -> Any:
+        if requeues.ident is None:
+            requeues.start()
+        wait_until(lambda: request not in renewer._living(), what="the other thread")
+        if during == "renew_many":
+            requeues.join(10)
+        return handle(*args, **options)
+
+    monkeypatch.setattr(renewer.backend, during, meanwhile)
+    if during == "renew_many":
+        backend_of(app).begin(run, lease=60, remember_for=60, task=task.name, arguments="")
+    renewer._renew([request])
+    requeues.join(10)
+
+    assert redis.hget(run.key, "state") == "queued"
+    assert messages(redis) == (1, 0)
 
 
 @pytest.mark.parametrize("base", [Task, Singleton])
