@@ -46,8 +46,9 @@ class CalculatingTime:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._resumes_at = -math.inf
-        self._costs: dict[str, tuple[float, float]] = {}  #: seconds of the last two times, by definition
-        self._logged = set[str]()
+        #: Seconds of the last two times, by the hash of the definition, which may be long, and often be rewritten.
+        self._costs: dict[int, tuple[float, float]] = {}
+        self._logged = set[int]()  #: the same hashes
 
     @property
     def wait_s(self) -> float:
@@ -58,7 +59,7 @@ class CalculatingTime:
         """Return the place of an entry in the order in which entries are calculated."""
         if is_cheap(entry.schedule):
             return CHEAP
-        costs = self._costs.get(definition)
+        costs = self._costs.get(hash(definition))
         if costs is None:
             return UNKNOWN
         # On a busy host, any entry takes long once in a while.
@@ -70,7 +71,7 @@ class CalculatingTime:
         if rank == CHEAP or not self.wait_s:
             return True
         if rank == EXPENSIVE:
-            self._log_once(definition, entry, self._costs[definition][-1])
+            self._log_once(definition, entry, self._costs[hash(definition)][-1])
         return False
 
     @contextmanager
@@ -89,20 +90,20 @@ class CalculatingTime:
             with reporting_questions(note):
                 yield
         finally:
-            ended = self._clock()
+            ended, known = self._clock(), hash(definition)
             cost = ended - began
             if len(self._costs) >= MOST_COSTS:
                 self._costs.clear()
                 self._logged.clear()
-            self._costs[definition] = (self._costs.get(definition, (cost,))[-1], cost)
+            self._costs[known] = (self._costs.get(known, (cost,))[-1], cost)
             if cost >= EXPENSIVE_FROM:
                 self._resumes_at = ended + cost
             if cost >= LOGGED_FROM:
                 self._log_once(definition, entry, cost)
 
     def _log_once(self, definition: str, entry: Entry, seconds: float) -> None:
-        if definition in self._logged:
+        if hash(definition) in self._logged:
             return
-        self._logged.add(definition)
+        self._logged.add(hash(definition))
         about = {"entry": entry.name, "seconds": seconds}
         log.warning("beat: The times of entry %(entry)s are expensive to calculate", event="expensive", **about)

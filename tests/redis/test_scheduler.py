@@ -44,6 +44,7 @@ from singlebeat.beat.leadership.lease import Term, identity
 from singlebeat.beat.plain_task import PlainTask
 from singlebeat.beat.scheduler import POLL_INTERVAL
 from singlebeat.beat.status import ScheduleStatus
+from singlebeat.beat.store import claims
 from singlebeat.beat.store.claims import Confirmation
 from singlebeat.beat.store.quarantine import QUARANTINED
 from singlebeat.beat.store.zone_change import Places
@@ -694,7 +695,7 @@ def test_options_travel_with_the_message_and_are_not_changed(bench, task):
     assert message["headers"].get("celery_beat_task", True) is True  # Celery 5.5 and 5.6 do not report it
     assert ("singlebeat_lock" in message["headers"]) is (task == SINGLE)
     assert bench.redis.hget("redbeat:e", "definition") == definition
-    assert [entry.options for entry in scheduler.store._decoded.values()] == [options]
+    assert scheduler.store._decode("redbeat:e", definition).options == options
 
 
 def test_a_task_that_beat_does_not_know_is_sent_by_its_name(bench):
@@ -3829,6 +3830,19 @@ def put_many(bench: Bench, task: str, number: int) -> None:
 #: Round trips of a tick, however many entries it quarantines: due, their fields, their records and the records' change,
 #: claim, confirm twice, new witnesses twice, and what a client asks when it connects.
 IN_A_TICK = 14
+
+
+def test_an_entry_deleted_just_as_it_comes_due_is_not_quarantined(bench, monkeypatch, logged):
+    """A program may delete an entry for one run once that has run."""
+    bench.put()
+    read = claims.read_fields
+    monkeypatch.setattr(claims, "read_fields", lambda *args: Schedule(bench.app).delete("e") or read(*args))
+
+    bench.tick()
+
+    assert logged("quarantined") == []
+    assert not bench.redis.exists(QUARANTINE)
+    assert bench.history == []
 
 
 @pytest.mark.parametrize("number", [2, 490])

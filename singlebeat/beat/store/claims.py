@@ -33,6 +33,7 @@ from ..server_time import READ_CLOCK, ServerTime
 from ..share import ALL, Share
 from .changes import notice
 from .last_records import LastRecords
+from .latest import Latest
 from .quarantine import QUARANTINED, RECHECKED_PER_TICK, Quarantine
 from .server import eviction_policy
 from .spoilt import why_spoilt
@@ -68,9 +69,6 @@ SETTLE = script(__package__, "settle", script(__package__, "claim"), script(__pa
 
 #: Reads due entries where beats share the work.
 WINDOW = script(__package__, "window")
-
-#: Decoded entries that are kept, by their raw definition.
-CACHE_SIZE = 5_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +225,9 @@ class Store:
         self._time = server_time or ServerTime()
         self.keys = Keys.of(app)
         self.history_limit = Config.of(app).singlebeat_history_limit
-        self._decoded: dict[tuple[str, str], Entry] = {}
+        self._decoded = Latest[Entry]()  #: by definition
         self._changes_limit = Config.of(app).singlebeat_changes_limit
-        self._compared: dict[str, tuple[str, str]] = {}  #: definition and policy, by member
+        self._compared = Latest[bool]()  #: by definition and policy
         self._unrecorded: dict[str, bool] = {}  #: by key, as ``notice`` takes them
         #: Of many entries, as they were read last: a claim is refused if they have changed since then.
         self.pauses = NO_PAUSES
@@ -386,11 +384,10 @@ class Store:
         Args:
             recorded: digests of what was recorded, None if nothing was.
         """
-        if not self._changes_limit or self._compared.get(member) == (definition, policy):
+        texts = definition, policy
+        if not self._changes_limit or self._compared.of(member, texts):
             return
-        if len(self._compared) >= CACHE_SIZE:
-            self._compared.clear()
-        self._compared[member] = definition, policy
+        self._compared.keep(member, texts, True)
         if recorded != digests(definition, policy):
             self._unrecorded[self.keys.entry(member)] = _has_never_run(meta)
 
@@ -423,12 +420,10 @@ class Store:
         return reply
 
     def _decode(self, member: str, definition: str) -> Entry:
-        entry = self._decoded.get((member, definition))
+        entry = self._decoded.of(member, (definition,))
         if entry is None:
-            if len(self._decoded) >= CACHE_SIZE:
-                self._decoded.clear()
             entry = Entry.allowed(self.keys.entry(member), definition, self.app)
-            self._decoded[member, definition] = entry
+            self._decoded.keep(member, (definition,), entry)
             if entry.ignored:
                 about = {"entry": entry.name, "reason": entry.ignored}
                 log.warning("beat: Entry %(entry)s has an unknown field", event="field_ignored", **about)

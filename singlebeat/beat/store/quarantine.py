@@ -160,7 +160,8 @@ class Quarantine:
         }
         if not problems and not recovered:
             return
-        records, deleted = self._read_records(list(problems), unreadable)
+        due = (member for member, problem in problems.items() if problem.due)  # deleted since it was read, perhaps
+        records, deleted = self._read_records(list(problems), [*unreadable, *due])
         problems = {
             member: problem
             for member, problem in problems.items()
@@ -194,18 +195,18 @@ class Quarantine:
             self._forget(member, has_recovered=member in recovered)
 
     def _read_records(
-        self, members: Sequence[str], unreadable: Sequence[str]
+        self, members: Sequence[str], placed: Sequence[str]
     ) -> tuple[Mapping[str, Mapping[str, str]], Collection[str]]:
-        """Return the quarantine records of entries, and which of the unreadable entries were deleted."""
+        """Return the quarantine records of entries, and which of those that had a place were deleted."""
         with self.client.pipeline(transaction=False) as pipe:
             if members:
                 pipe.hmget(self.keys.quarantine, members)
-            if unreadable:
-                pipe.zmscore(self.keys.schedule, unreadable)
+            if placed:
+                pipe.zmscore(self.keys.schedule, placed)
             replies = pipe.execute()
-        scores = replies.pop() if unreadable else []
+        scores = replies.pop() if placed else []
         texts = replies.pop() if members else []
-        deleted = {member for member, score in zip(unreadable, scores, strict=True) if score is None}
+        deleted = {member for member, score in zip(placed, scores, strict=True) if score is None}
         return {member: _record(text) for member, text in zip(members, texts, strict=True)}, deleted
 
     def _log_quarantined(self, member: str, problem: _Problem, now: datetime, *, is_recorded: bool) -> None:
