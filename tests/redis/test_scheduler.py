@@ -3836,7 +3836,12 @@ def test_an_entry_deleted_just_as_it_comes_due_is_not_quarantined(bench, monkeyp
     """A program may delete an entry for one run once that has run."""
     bench.put()
     read = claims.read_fields
-    monkeypatch.setattr(claims, "read_fields", lambda *args: Schedule(bench.app).delete("e") or read(*args))
+
+    def read_late(*args: Any) -> Any:
+        Schedule(bench.app).delete("e")
+        return read(*args)
+
+    monkeypatch.setattr(claims, "read_fields", read_late)
 
     bench.tick()
 
