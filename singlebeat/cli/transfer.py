@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -177,8 +177,10 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], from_now: bool, dry_run
             stored.extend(name for name in read if name not in failed)
             catch_up.extend(name for name in late if name not in failed)
             step(len(batch))
+    others = _not_among(seen, app) if is_dump(rows) else []
     if as_json:
-        show_json({"stored": stored, "catch_up": catch_up, "problems": problems, "warnings": warnings})
+        about = {"problems": problems, "warnings": warnings, "others": others}
+        show_json({"stored": stored, "catch_up": catch_up, **about})
     else:
         click.echo(f"{'can be stored' if dry_run else 'stored'}: {len(stored)} of {len(named)}")
         if catch_up:
@@ -190,7 +192,19 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], from_now: bool, dry_run
             )
         _name(problems)
         _name(warnings, "warning")
+        if others:
+            left = counted(len(others), "entry is left as it is", "entries are left as they are")
+            text = f"{left}, in neither the file nor beat_schedule: {listed(others)}"
+            advice = "Delete what was deleted or renamed in Django since an earlier import"
+            click.echo(marked(f"{text}. {advice}", "warning"), err=True)
     raise SystemExit(1 if problems else 0)
+
+
+def _not_among(names: Collection[str], app: Celery) -> list[str]:
+    """Return the other entries that are stored, but for those of ``beat_schedule``."""
+    client, keys = schedule_client(app), Schedule(app).keys
+    members = client.zrange(keys.schedule, 0, -1)
+    return sorted({keys.name(member) for member in members} - {*names} - {*client.smembers(keys.statics)})
 
 
 def _is_ahead(entry: Entry, now: datetime) -> bool:

@@ -138,6 +138,9 @@ class Singleton(Task):  # type: ignore[misc]
     ) -> str:
         """Return the key of the lock of a call; override this method to use another key.
 
+        Let it begin with ``singleton_key_prefix``: commands, page and ``clear_locks`` find no other locks, and only
+        ``release_lock`` frees them.
+
         Raises:
             TypeError: the arguments do not fit the task, or one of them cannot be encoded; the message names it.
         """

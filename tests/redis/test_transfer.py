@@ -391,6 +391,25 @@ def test_a_dump_of_django_celery_beat_is_imported_whole(cli, app):
     assert "emoji \U0001f389 and 東京" in found
 
 
+def test_a_later_dump_of_django_names_what_was_deleted_or_renamed_there(cli, app, bench):
+    """Else a task that was renamed between two imports runs under both names."""
+    dump = json.loads(DUMP.read_text("utf-8"))
+    first = cli("import", "-", stdin=json.dumps(dump))
+    for row in dump:
+        if row["fields"].get("name") == "feed":
+            row["fields"]["name"] = "Feed (EU)"
+    bench.app.conf.beat_schedule = {"code": {"task": TASK, "schedule": 60}}
+    bench.scheduler().tick()
+
+    again = cli("import", "-", "--dry-run", stdin=json.dumps(dump))
+    found = json.loads(cli("import", "-", "--json", stdin=json.dumps(dump)).stdout)
+
+    assert "beat_schedule" not in first.output
+    assert "1 entry is left as it is, in neither the file nor beat_schedule: feed." in again.stderr
+    assert found["others"] == ["feed"]
+    assert Schedule(app).get("feed").enabled
+
+
 def test_an_imported_entry_runs_as_it_did_in_django(cli, app, bench, redis):
     dump = json.loads(DUMP.read_text("utf-8"))
     ago = (datetime.now(UTC) - timedelta(hours=3)).isoformat()
