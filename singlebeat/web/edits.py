@@ -246,6 +246,7 @@ def preview_of(board: Board, entry: Entry, task: str, queue: str | None) -> Prev
         task: that it runs; empty if it is not known yet.
         queue: to which the task goes; empty or None if this process cannot know it.
     """
+    entry.zone = board.zone  # as beat reads its schedule
     zone, now = board.zone_of(entry), board.now
     runs = [*islice(entry.timetable.runs(now, now), PREVIEWED)]
     workers, unknown = board.workers(), ""

@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup
+
 from .. import __version__
 from ..beat.calendar.words import in_words
 from ..connections import RedisError
 from ..diagnosis.code import LoadingError, load_code
-from ..errors import SinglebeatError, UnknownEntryError
+from ..errors import ConflictError, SinglebeatError, UnknownEntryError
 from ..log import Log
 from ..lua import noting_answers
 from . import edits
@@ -114,6 +116,7 @@ class Site:
             if action is None:
                 return self._fail(request, user, 404, "There is no such page", request.path)
             user.check(action.role)
+            self._check_clock(request)
             if action.is_change:
                 self.gate.check_rate(user, request, changes=max(1, len(set(request.form.all("name")))))
             done = action.act(self.board, request, user)
@@ -132,6 +135,16 @@ class Site:
             return PageReply(status=304, headers={"ETag": etag})
         shown = view.show(self.board, request, user)
         return shown if isinstance(shown, PageReply) else self._show(request, user, shown, view)
+
+    def _clock(self) -> Markup:
+        """Return the field by which a form says on which clock it shows wall clocks."""
+        return Markup('<input type="hidden" name="clock" value="{}">').format(self.board.zone)
+
+    def _check_clock(self, request: PageRequest) -> None:
+        shown = request.changes.get("clock")
+        if shown and shown != str(self.board.zone):
+            text = f"beat reads wall clocks in {self.board.zone} by now, and this form shows them in {shown}"
+            raise ConflictError(f"{text}: load it anew, and look at its times")
 
     def _etag(self, request: PageRequest, user: User) -> str:
         zone = request.cookies.get("singlebeat_zone", "")
@@ -153,6 +166,7 @@ class Site:
             "zones": ZONES,
             "zone_choice": choice if choice in ZONES else "entry",
             "zone_name": zone_name,
+            "clock": self._clock,
             "zone_of": lambda entry: zone_of(choice, self.board.zone_of(entry)),
             "own_zone": self.board.zone_of,
             "tags": tags_of,

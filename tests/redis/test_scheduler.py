@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta, timezone
@@ -696,6 +697,25 @@ def test_options_travel_with_the_message_and_are_not_changed(bench, task):
     assert ("singlebeat_lock" in message["headers"]) is (task == SINGLE)
     assert bench.redis.hget("redbeat:e", "definition") == definition
     assert scheduler.store._decode("redbeat:e", definition).options == options
+
+
+def test_what_a_receiver_writes_into_arguments_stays_in_one_message(bench):
+    bench.put(task="unknown here", args=[[1]], kwargs={"seen": {"by": []}})
+
+    def write(body: Any, **_: Any) -> None:
+        body[0][0].append(2)
+        body[1]["seen"]["by"].append("receiver")
+
+    before_task_publish.connect(write)
+    try:
+        for _ in range(3):
+            bench.tick()
+            bench.make_due()
+    finally:
+        before_task_publish.disconnect(write)
+
+    bodies = [json.loads(b64decode(json.loads(text)["body"])) for text in bench.redis.lrange("celery", 0, -1)]
+    assert [body[:2] for body in bodies] == [[[[1, 2]], {"seen": {"by": ["receiver"]}}]] * 3
 
 
 def test_a_task_that_beat_does_not_know_is_sent_by_its_name(bench):

@@ -813,8 +813,24 @@ def test_a_page_in_another_zone_reads_wall_clocks_as_beats_do(page, entries, red
     preview = page.post("/preview", data=form).text
 
     assert "02:30 does not exist" in preview
+    assert len(re.findall(r"<li><time [^<]* 02:30:00 CES?T<", preview)) >= 4
     for text in (page.get("/entry?name=night").text, page.get("/edit?name=night").text):
         assert "Europe/Berlin" in text
+
+
+@pytest.mark.parametrize("path", ["/edit?name=e", "/pause-all", "/backfill?name=e&start={0}T00:00&end={0}T01:00"])
+def test_a_form_shows_its_wall_clocks_as_they_are_stored(page, entries, redis, monkeypatch, path):
+    """A deploy may change the zone of beats while a form is open."""
+    monkeypatch.setattr("singlebeat.web.poller.EVERY", 0.0)
+    redis.set("redbeat::zone", "Europe/Berlin")
+    entries.upsert("e", PLAIN, clocked(datetime(2100, 1, 1, tzinfo=UTC)) if "edit" in path else crontab(minute="*/20"))
+    form = page.form(path.format(f"{datetime.now(UTC):%Y-%m-%d}"))
+    redis.set("redbeat::zone", "America/New_York")
+
+    answer = page.post(path.partition("?")[0], data=form)
+
+    assert answer.status_code == 409
+    assert "America/New_York by now, and this form shows them in Europe/Berlin" in answer.text
 
 
 @pytest.mark.parametrize(
