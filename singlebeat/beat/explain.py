@@ -40,6 +40,9 @@ __all__ = ("Facts", "HeldLock", "explain", "record_at")
 #: By how much a record may be ahead of a command's time, because the command reads the time before the records.
 RECORDED_AHEAD = timedelta(seconds=10)
 
+#: Why no worker answers, however often it is asked.
+UNASKED = "Workers answer no question while worker_enable_remote_control is off."
+
 #: From which delay on explain says that an end was recorded late: longer than clocks of hosts should differ.
 RECORDED_LATE = timedelta(seconds=10)
 
@@ -122,6 +125,7 @@ class Facts:
     known_tasks: frozenset[str] | None  #: of all workers that answer; None if none could be asked
     now: datetime
     answering: Collection[str] = ()  #: the workers that have answered all questions
+    is_asked: bool = True  #: workers answer questions, by their settings as far as they are known here
     last_seen: Mapping[str, float] = field(default_factory=dict)  #: worker -> seconds since the locks' server saw it
     is_possible: bool = True  #: whether an entry can have that name; its key may be one of the schedule itself
     gone: str = ""  #: that it is not stored, who has removed it, and how to bring it back; empty if it is stored
@@ -153,6 +157,16 @@ class Facts:
     other_apps: Sequence[str] = ()  #: the apps that have installed it, if this app has not; none if no app has
     has_namesake: bool = False  #: whether the ``beat_schedule`` of this app has an entry of that name, too
     outdated: str = ""  #: that it is stored otherwise than ``beat_schedule`` gives it; empty if not, or if unknown
+
+    @property
+    def unanswered(self) -> str:
+        """A sentence about why a worker that lived lately has not answered."""
+        if not self.is_asked:
+            return UNASKED
+        return (
+            "That worker did not answer in time: it or its host is busy, it shuts down and ends its last tasks, or it "
+            "has died since then. Ask again to know more."
+        )
 
 
 def explain(facts: Facts, at: datetime | None = None) -> Iterator[str]:
@@ -616,9 +630,7 @@ def _of_a_started(facts: Facts, lock: HeldLock, task_id: str) -> str:
     if facts.running is not None:
         return (
             f"runs, as far as is known: its lock was renewed {lock.last_renewed}, so its worker lived "
-            "then. That worker did not answer in time: it or its host is busy, it shuts down and ends its last tasks, "
-            "or it has died since then. Ask again to know more. If it has died, the lock ends by itself within "
-            f"{lock.lease:.0f} s."
+            f"then. {facts.unanswered} If it has died, the lock ends by itself within {lock.lease:.0f} s."
         )
     return f"{since}; the workers could not be asked whether it runs."
 
@@ -667,7 +679,7 @@ def _full_holder(facts: Facts) -> str:
 def _task(facts: Facts, entry: Entry) -> Iterator[str]:
     known = facts.known_tasks
     if known == frozenset():
-        yield "No worker answers."
+        yield "No worker answers." if facts.is_asked else UNASKED
     elif known is not None and entry.task not in known:
         near = difflib.get_close_matches(entry.task, known, n=1)
         unknown = f"No worker that answers knows the task {entry.task}: a worker that gets the message drops it."

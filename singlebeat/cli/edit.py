@@ -319,11 +319,14 @@ def pause_(
         done(as_json, f"{name}: paused", name=name, paused=True)
         return
     now = server_now(schedule_client(app), entries.keys.schedule)
+    before = next((pause for pause in entries.pauses() if pause.tag == tag), None)
     with _given_values():
         entries.pause_many(tag=tag, note=note, until=None if until is None else _parse_until(until, now))
     pause = next(pause for pause in entries.pauses() if pause.tag == tag)
     none = tag is not None and not entries.tags().get(tag)
-    done(as_json, f"{pause}{'; no entry has this tag now' if none else ''}", pause=asdict(pause))
+    text = f"{pause}{'; no entry has this tag now' if none else ''}"
+    replaced = asdict(before) if before is not None else None
+    done(as_json, f"{text}; this replaces: {before}" if before else text, pause=asdict(pause), replaced=replaced)
 
 
 @command("resume", *MANY, needs_tasks=False)

@@ -136,7 +136,7 @@ def _prepare(app: Celery, *, needs_tasks: bool) -> str:
     with _printing_on_stderr():
         if needs_tasks:
             return load_code(app)
-        with suppress(Exception):  # of a receiver, which may add entries to ``beat_schedule``
+        with suppress(Exception, SystemExit):  # of a receiver, which may add entries to ``beat_schedule``
             app.finalize()
         return ""
 

@@ -360,6 +360,7 @@ def _facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         paused_by=_paused_by(entries, entry) if entry is not None and entry.policy.paused else "",
         other_apps=statics.foreign([name]).get(name, ()),
         has_namesake=name in statics.given,
+        is_asked=bool(app.conf.worker_enable_remote_control),
         outdated=_outdated(app, name, state, is_unusable=bool(unusable) or name in state.quarantine),
     )
 

@@ -138,8 +138,11 @@ def ask_pause(board: Board, request: PageRequest, user: User) -> Page:
 
 
 def pause(board: Board, request: PageRequest, user: User) -> PageReply:
-    """Pause an entry."""
+    """Pause an entry, or give its pause another note, if it is paused as it was shown."""
     name = request.changes.get("name")
+    found = board.schedule(user).salvage(name).wishes
+    if found.get("paused") and str(found.get("note", "")) != request.changes.get("before"):
+        raise ConflictError(f"meanwhile it was paused: {found.get('note', '')}. Look at that before you change it")
     board.schedule(user).pause(name, request.changes.get("note"))
     return leads_to(request, "/entry", name=name, done="paused")
 
@@ -315,8 +318,9 @@ def revert(board: Board, request: PageRequest, user: User) -> PageReply:
 def ask_pause_all(board: Board, request: PageRequest, user: User) -> Page:
     """Ask which entries are paused, why, and until when."""
     tag = request.query.get("tag")
-    tags = sorted(board.schedule(user).tags())
-    return _confirm("pause_all.html", "Pause many entries", "/pause-all", "Pause", tag=tag, tags=tags, zone=board.zone)
+    schedule, shown = board.schedule(user), {"tag": tag, "zone": board.zone}
+    shown |= {"tags": sorted(schedule.tags()), "pauses": schedule.pauses(), "text": _text_of}
+    return _confirm("pause_all.html", "Pause many entries", "/pause-all", "Pause", **shown)
 
 
 def pause_all(board: Board, request: PageRequest, user: User) -> PageReply:
@@ -326,6 +330,9 @@ def pause_all(board: Board, request: PageRequest, user: User) -> PageReply:
     if form.get("which") not in {"all", "tag"}:
         raise EntryError("choose all entries, or those with a tag")
     tag = form.get("tag") if form.get("which") == "tag" else None
+    present = next((each for each in board.schedule(user).pauses() if each.tag == tag), None)
+    if present is not None and _text_of(present) not in form.all("pause"):
+        raise ConflictError(f"meanwhile they were paused: {present}. Look at that before you change it")
     board.schedule(user).pause_many(tag=tag, note=form.get("note"), until=until)
     return leads_to(request, "/", done="pause_all")
 

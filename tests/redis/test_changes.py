@@ -217,6 +217,22 @@ def raw(bench: Bench, every: int = 5, name: str = "e") -> None:
     bench.redis.hset(f"redbeat:{name}", "definition", json.dumps(definition))
 
 
+def test_a_change_back_to_what_beat_has_read_is_recorded(bench):
+    """By another program, after an edit that beat has not read."""
+    raw(bench)
+    bench.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+    bench.tick(3)
+    first = bench.redis.hget("redbeat:e", "definition")
+    bench.schedule.upsert("e", TASK, 7, args=["edited"])
+    bench.redis.hset("redbeat:e", "definition", first)
+    bench.redis.zadd(SCHEDULE, {"redbeat:e": 0})
+
+    bench.tick(3)
+
+    last = bench.schedule.changes("e", 1)[0]
+    assert (last.by, last.after["definition"]) == ("raw", first)
+
+
 def test_beat_notices_a_change_of_an_unknown_writer(bench):
     add(bench)
     raw(bench)

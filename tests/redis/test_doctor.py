@@ -737,7 +737,7 @@ def test_a_task_that_is_gone_is_a_problem_only_where_it_will_be_sent(findings, b
 
 @pytest.mark.parametrize("is_on", [True, False])
 def test_workers_that_answer_no_questions_by_their_settings_are_no_problem(app, findings, bench, monkeypatch, is_on):
-    """A run that has just ended does not show that its worker still lives."""
+    """A run that has just ended does not show that its worker still lives; one that runs has no worker that ends."""
     monkeypatch.setattr(Workers, "ask", lambda _: Workers({}, {}, {}, {}, {}, (0.0, 0.0)))
     app.conf.worker_enable_remote_control = is_on
     unseen = findings("workers", app=app)
@@ -747,6 +747,10 @@ def test_workers_that_answer_no_questions_by_their_settings_are_no_problem(app, 
     headers = {"id": bench.ids[0], RUN_HEADER: {"entry": "e"}}
     record_end_of_message(app, headers, "success", worker="w1", began=time.time())
     flush_ends(app)
+    if not is_on:
+        held = Ref("SINGLETONLOCK_a", "a", nonce="n")
+        backend_of(app).begin(held, lease=60, remember_for=60, task="t", arguments="")
+        backend_of(app).renew_many([held], lease=60)
 
     ((level, text),) = findings("workers", app=app)
 

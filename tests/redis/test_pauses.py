@@ -445,6 +445,15 @@ def test_a_resumed_entry_that_a_tag_keeps_paused_is_named(bench, cli):
     assert "no entry has this tag now" in cli("pause", "--tag", "tt").output
 
 
+def test_a_command_names_the_pause_that_it_replaces(bench, cli):
+    assert "replaces" not in cli("pause", "--all", "--note", "the database is restored").output
+
+    said = cli("pause", "--all", "--until", "2100-01-01").output
+
+    assert "; this replaces: all entries are paused since" in said
+    assert "(the database is restored)" in said.partition("this replaces")[2]
+
+
 @pytest.mark.parametrize("command", ["pause", "resume"])
 @pytest.mark.parametrize("given", [(), ("e", "--all"), ("--all", "--tag", "t"), ("e", "--tag", "t")])
 def test_exactly_one_of_name_tag_and_all_is_given(bench, cli, command, given):

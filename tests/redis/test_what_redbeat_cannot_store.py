@@ -685,6 +685,7 @@ def test_what_a_receiver_of_on_after_finalize_prints_spoils_no_command(cli, serv
         @app.on_after_finalize.connect(weak=False)
         def add(**_):
             sys.stdout.write("adding entries")
+            sys.exit(0)
 
         answer = cli(command, "--json", app=app)
 

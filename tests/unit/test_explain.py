@@ -204,6 +204,17 @@ def test_a_lock_that_names_no_worker_yet_accuses_none():
     assert "That worker" not in text
 
 
+def test_workers_that_answer_no_questions_by_their_settings_are_asked_no_more():
+    held = HeldLock("k", "x", "running", 29.0, 30.0, worker="w1@h")
+    skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
+
+    text = said(skip, locks={"x": held}, known_tasks=frozenset(), is_asked=False)
+
+    assert text.count("Workers answer no question while worker_enable_remote_control is off.") == 2
+    assert "Ask again" not in text
+    assert "No worker answers" not in text
+
+
 def test_a_worker_that_answers_and_runs_nothing_is_not_said_to_be_dead():
     """It could not free the lock, or was started again under its name."""
     skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")

@@ -22,6 +22,7 @@ from jsonschema import Draft202012Validator
 from redbeat.schedules import rrule
 
 from singlebeat import Entry, clocked
+from singlebeat.beat.entries import policy
 from singlebeat.beat.entries.definition import TAKEN_OPTIONS, decode_definition
 from singlebeat.beat.entries.options import TAKEN_HEADERS
 from singlebeat.beat.entries.policy import EntryPolicy, PolicyOptions
@@ -72,6 +73,16 @@ def app() -> Celery:
 
 
 # ---------------------------------------------------------------- what is understood
+
+
+def test_a_long_policy_is_not_kept():
+    """Its note may often be rewritten, and what beat keeps must not grow with it."""
+    before = policy._decode.cache_info().currsize
+
+    found = [EntryPolicy.decode(json.dumps({"note": "x" * policy.LONGEST_KEPT + str(number)})) for number in range(3)]
+
+    assert [each.note[-1] for each in found] == ["0", "1", "2"]
+    assert policy._decode.cache_info().currsize == before
 
 
 def test_nothing_is_wished_by_default():

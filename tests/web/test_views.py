@@ -335,6 +335,26 @@ def test_many_entries_are_paused_under_one_key(page, entries):
     assert entries.pauses() == []
 
 
+@pytest.mark.parametrize("path", ["/pause-all", "/pause?name=e"])
+def test_a_pause_that_was_not_shown_is_not_replaced(page, entries, path):
+    """Two operators may pause at the same time, one of them without an end."""
+    entries.upsert("e", PLAIN, 60)
+    form = page.form(path, which="all", note="lunch", until="2100-01-01T00:00")
+    entries.pause_many(note="the database is restored")
+    entries.pause("e", "the database is restored")
+
+    answer = page.post(path.partition("?")[0], data=form)
+
+    assert answer.status_code == 409
+    assert "meanwhile" in answer.text
+    assert "the database is restored" in answer.text
+    assert [(pause.note, pause.until) for pause in entries.pauses()] == [("the database is restored", None)]
+    assert entries.get("e").policy.note == "the database is restored"
+    assert "the database is restored" in page.get(path).text
+    page.submit(path, path.partition("?")[0], which="all", note="lunch", until="2100-01-01T00:00")
+    assert "lunch" in {entries.pauses()[0].note, entries.get("e").policy.note}
+
+
 def test_a_pause_of_many_needs_a_choice(page, entries):
     assert page.submit("/pause-all", tag="").status_code == 422
     assert entries.pauses() == []

@@ -180,6 +180,8 @@ class EntryPolicy:
         Raises:
             EntryError: the policy cannot be decoded.
         """
+        if len(text or "") > LONGEST_KEPT:
+            return _decode.__wrapped__(text)
         return _decode(text) if text else _NO_WISHES
 
     def encode(self) -> str:
@@ -196,6 +198,10 @@ class EntryPolicy:
 
 _CHECKS: Mapping[str, Callable[[object], object]] = {each.name: each.metadata["check"] for each in fields(EntryPolicy)}
 _NAMES, _NO_WISHES = frozenset(_CHECKS), EntryPolicy()
+
+
+#: Most characters of a policy that is kept decoded: notes may be long, and often be rewritten.
+LONGEST_KEPT = 2_000
 
 
 @lru_cache(maxsize=4096)

@@ -227,7 +227,7 @@ class Store:
         self.history_limit = Config.of(app).singlebeat_history_limit
         self._decoded = Latest[Entry]()  #: by definition
         self._changes_limit = Config.of(app).singlebeat_changes_limit
-        self._compared = Latest[bool]()  #: by definition and policy
+        self._compared = Latest[bool]()  #: by definition, policy and what was recorded
         self._unrecorded: dict[str, bool] = {}  #: by key, as ``notice`` takes them
         #: Of many entries, as they were read last: a claim is refused if they have changed since then.
         self.pauses = NO_PAUSES
@@ -384,7 +384,7 @@ class Store:
         Args:
             recorded: digests of what was recorded, None if nothing was.
         """
-        texts = definition, policy
+        texts = definition, policy, recorded or ""
         if not self._changes_limit or self._compared.of(member, texts):
             return
         self._compared.keep(member, texts, True)

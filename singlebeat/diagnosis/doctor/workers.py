@@ -158,6 +158,14 @@ def waiting_in(schedule: Read, queue: str) -> str:
 def _none_answers(app: Celery, schedule: Read) -> Finding:
     """Return the finding if no worker answers: a worker that ends its last tasks does not answer any more."""
     lease = Config.of(app).singlebeat_lock_lease
+    lives = listed(sorted(worker for worker, age in last_seen(app).items() if age < lease))
+    if lives and not app.conf.worker_enable_remote_control:
+        text = (
+            f"no worker answers; {lives}: seen at the locks' server less than {lease:g} s ago. Workers answer no "
+            "question while worker_enable_remote_control is off, so their queues, tasks and slots are not checked, nor "
+            "whether they reach the broker"
+        )
+        return Finding("warning", "workers", text)
     with suppress(SinglebeatError):
         held = () if schedule.locks_error else islice(every(app), MOST_LOCKS)
         locks = (lock for lock in held if lock.state == "running")
@@ -170,14 +178,6 @@ def _none_answers(app: Celery, schedule: Read) -> Finding:
                 "another worker, messages wait in their queues"
             )
             return Finding("warning", "workers", text)
-    lives = listed(sorted(worker for worker, age in last_seen(app).items() if age < lease))
-    if lives and not app.conf.worker_enable_remote_control:
-        text = (
-            f"no worker answers; {lives}: seen at the locks' server less than {lease:g} s ago. Workers answer no "
-            "question while worker_enable_remote_control is off, so their queues, tasks and slots are not checked, nor "
-            "whether they reach the broker"
-        )
-        return Finding("warning", "workers", text)
     waits = "messages wait in their queues" if _has_messages(app, schedule) else "no run starts"
     seen = (
         f". {lives} renewed locks less than {lease:g} s ago: it does not reach this broker, hangs, has died since, or "
