@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import EntryError
 
-__all__ = ("is_dump", "rows_of")
+__all__ = ("UNKNOWN_THERE", "is_dump", "rows_of")
 
 MODEL = "django_celery_beat."
 
@@ -21,6 +21,9 @@ CRONTAB = ("minute", "hour", "day_of_month", "month_of_year", "day_of_week")
 
 #: Fields that are options of ``apply_async``; an empty string means no option.
 OPTIONS = ("queue", "exchange", "routing_key", "priority")
+
+#: Fields of a policy for which django-celery-beat has none.
+UNKNOWN_THERE = ("overlap", "misfire_grace_time", "jitter", "run_on_start", "tags")
 
 _Row = Mapping[str, Any]
 

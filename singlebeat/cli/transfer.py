@@ -21,7 +21,8 @@ from ..beat.delivery import listed
 from ..beat.entries.author import Author
 from ..beat.entries.definition import LONGEST_STEP_BACK, MOST_NESTED, Meta
 from ..beat.entries.entry import Entry
-from ..beat.entries.fields import BATCH
+from ..beat.entries.fields import BATCH, read_fields
+from ..beat.entries.policy import EntryPolicy
 from ..beat.entries.save import save_entries
 from ..beat.entries.statics import Statics
 from ..beat.entries.timetable import EPOCH, TICK
@@ -32,7 +33,7 @@ from ..beat.status import ScheduleStatus, counted, pending_occurrences
 from ..beat.store.claims import Stored
 from ..connections import schedule_client
 from ..errors import EntryError, UnknownEntryError
-from .django_celery_beat import is_dump, rows_of
+from .django_celery_beat import UNKNOWN_THERE, is_dump, rows_of
 from .entries import as_mapping
 from .output import UNANSWERED, command, fail, is_strict, marked, progress, show_json
 
@@ -139,10 +140,12 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], from_now: bool, dry_run
     """Store entries from a file of ``export``, or from ``dumpdata django_celery_beat``; - is standard input.
 
     An entry of the same name is replaced. It stays paused if it is, and keeps its past unless the file has a later run:
-    so you may import a later dump once more. An enabled task of one run runs again if it was changed in Django after
-    its run here, and has not run there. A new entry gets the past from the file: beat makes up by one run for the times
-    that have passed since. Use --from-now if they may have run since the export, as on a server that has lost them. A
-    past that lies more than 3 hours ahead is of a wrong clock: the entry counts from now, and is named.
+    so you may import a later dump once more. Over a dump of Django, it also keeps what Django has no field for:
+    overlap, misfire_grace_time, jitter, run_on_start and tags. An enabled task of one run runs again if it was changed
+    in Django after its run here, and has not run there. A new entry gets the past from the file: beat makes up by one
+    run for the times that have passed since. Use --from-now if they may have run since the export, as on a server that
+    has lost them. A past that lies more than 3 hours ahead is of a wrong clock: the entry counts from now, and is
+    named.
 
     An entry that cannot be stored, such as one with an unknown field, is named. The others are stored, and the exit
     code is 1. RedBeat's entries need no import: singlebeat uses them in place.
@@ -162,6 +165,8 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], from_now: bool, dry_run
         for at in range(0, len(named), BATCH):
             batch = named[at : at + BATCH]
             read = _read(app, batch, problems, seen, now)
+            if is_dump(rows):
+                _keep_unknown_there(app, read)
             ahead = {name: entry for name, entry in read.items() if _is_ahead(entry, now)}
             for name, entry in ahead.items():
                 known = entry.meta.counting_from(now, now).ahead
@@ -194,9 +199,11 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], from_now: bool, dry_run
         _name(warnings, "warning")
         if others:
             left = counted(len(others), "entry is left as it is", "entries are left as they are")
-            text = f"{left}, in neither the file nor beat_schedule: {listed(others)}"
+            text = f"{left}, in neither the file nor beat_schedule"
             advice = "Delete what was deleted or renamed in Django since an earlier import"
-            click.echo(marked(f"{text}. {advice}", "warning"), err=True)
+            click.echo(marked(f"{text}. {advice}:", "warning"), err=True)
+            for name in others:
+                click.echo(marked(f"  {name}", "warning"), err=True)
     raise SystemExit(1 if problems else 0)
 
 
@@ -296,6 +303,16 @@ def _read(app: Celery, named: _Named, problems: dict[str, str], seen: set[str], 
         else:
             entries[name] = entry
     return entries
+
+
+def _keep_unknown_there(app: Celery, entries: Mapping[str, Entry]) -> None:
+    """Give tasks of Django those settings of the stored entries that Django has no fields for."""
+    keys = Schedule(app).keys
+    stored = read_fields(schedule_client(app), [keys.prefix + name for name in entries]) if entries else ()
+    for entry, fields in zip(entries.values(), stored, strict=True):
+        with suppress(EntryError):  # what cannot be read is replaced
+            own = EntryPolicy.decode("" if isinstance(fields, str) else fields[2])
+            entry.policy = replace(entry.policy, **{name: getattr(own, name) for name in UNKNOWN_THERE})
 
 
 def _store(app: Celery, entries: Mapping[str, Entry], dry_run: bool, now: datetime) -> Mapping[str, str]:

@@ -391,6 +391,24 @@ def test_a_dump_of_django_celery_beat_is_imported_whole(cli, app):
     assert "emoji \U0001f389 and 東京" in found
 
 
+def test_a_later_dump_of_django_leaves_what_django_has_no_field_for(cli, app):
+    cli("import", str(DUMP))
+    given = {
+        "overlap": "allow_all",
+        "misfire_grace_time": "30",
+        "jitter": "7",
+        "run_on_start": "true",
+        "tags": '["a", "b"]',
+    }
+    cli("edit", "feed", *(text for name, value in given.items() for text in ("--set", f"{name}={value}")))
+    before = Schedule(app).get("feed").policy
+
+    cli("import", str(DUMP))
+
+    assert Schedule(app).get("feed").policy == before
+    assert (before.overlap, before.jitter, before.tags) == ("allow_all", 7, ("a", "b"))
+
+
 def test_a_later_dump_of_django_names_what_was_deleted_or_renamed_there(cli, app, bench):
     """Else a task that was renamed between two imports runs under both names."""
     dump = json.loads(DUMP.read_text("utf-8"))
@@ -405,7 +423,8 @@ def test_a_later_dump_of_django_names_what_was_deleted_or_renamed_there(cli, app
     found = json.loads(cli("import", "-", "--json", stdin=json.dumps(dump)).stdout)
 
     assert "beat_schedule" not in first.output
-    assert "1 entry is left as it is, in neither the file nor beat_schedule: feed." in again.stderr
+    assert "1 entry is left as it is, in neither the file nor beat_schedule. Delete" in again.stderr
+    assert "  feed\n" in again.stderr
     assert found["others"] == ["feed"]
     assert Schedule(app).get("feed").enabled
 
