@@ -134,6 +134,10 @@ _NO_APP = ". No app is named, so that these are Celery's defaults: celery -A APP
 def _prepare(app: Celery, *, needs_tasks: bool) -> str:
     """Run the code of users that a command needs, and return why a module of tasks cannot be imported, if so."""
     with _printing_on_stderr():
+        try:
+            _ = app.conf.beat_schedule  # configures the app, which calls receivers of ``on_after_configure``
+        except SystemExit as exc:
+            fail(f"the app's configuration, or a receiver of on_after_configure, exits: {exc.code}", UNANSWERED)
         if needs_tasks:
             return load_code(app)
         with suppress(Exception, SystemExit):  # of a receiver, which may add entries to ``beat_schedule``

@@ -11,6 +11,7 @@ from itertools import count
 from zoneinfo import ZoneInfo
 
 import pytest
+from celery import Celery
 from celery.beat import BeatLazyFunc
 from celery.schedules import BaseSchedule, crontab, schedstate, schedule, solar
 from dateutil.rrule import MO
@@ -691,6 +692,21 @@ def test_what_a_receiver_of_on_after_finalize_prints_spoils_no_command(cli, serv
 
     assert "entries" in json.loads(answer.stdout)
     assert "adding entries" in answer.stderr
+
+
+@pytest.mark.parametrize("command", ["health", "export"])
+def test_a_configuration_that_exits_is_an_error_of_each_command(cli, command):
+    app = Celery("exits", set_as_current=False)
+
+    @app.on_after_configure.connect(weak=False)
+    def leave(**_):
+        sys.stdout.write("no licence")
+        sys.exit(0)
+
+    answer = cli(command, app=app, code=2)
+
+    assert answer.stdout == ""
+    assert "a receiver of on_after_configure, exits: 0" in answer.stderr
 
 
 def test_a_command_reads_what_on_after_finalize_adds(cli, server, redis):
