@@ -315,8 +315,11 @@ def pause_(
     if name is not None:
         if until is not None:
             raise click.UsageError("--until needs --tag or --all")
+        found = entries.salvage(name).wishes
+        former = str(found.get("note", "")) if found.get("paused") and note else ""
         entries.pause(name, note)
-        done(as_json, f"{name}: paused", name=name, paused=True)
+        replaces = f"; this replaces the note of its pause: {former}" if former not in {"", note} else ""
+        done(as_json, f"{name}: paused{replaces}", name=name, paused=True)
         return
     now = server_now(schedule_client(app), entries.keys.schedule)
     before = next((pause for pause in entries.pauses() if pause.tag == tag), None)

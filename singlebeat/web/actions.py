@@ -393,7 +393,8 @@ def ask_many(board: Board, request: PageRequest, user: User) -> Page:
     title = f"{MANY[what][0]} {len(names)} {'entry' if len(names) == 1 else 'entries'}"
     stored = board.schedule(user).salvage_many(names)
     versions = {name: version_of(stored.get(name)) or NO_ENTRY for name in names}
-    shown = {"do": what, "versions": versions, "danger": what == "delete"}
+    notes = {name: found.wishes.get("note", "") for name, found in stored.items() if found.wishes.get("paused")}
+    shown = {"do": what, "versions": versions, "notes": notes, "danger": what == "delete"}
     return _confirm("many.html", title, "/many", MANY[what][0], **shown)
 
 
@@ -408,12 +409,17 @@ def act_on_many(board: Board, request: PageRequest, user: User) -> Page | PageRe
     def as_shown(name: str) -> Salvage | None:
         return _as_shown(board, user, name, versions.get(name, ""))
 
+    def pause_shown(name: str) -> None:
+        if schedule.salvage(name).wishes.get("paused"):
+            as_shown(name)
+        schedule.pause(name, form.get("note"))
+
     def resume_shown(name: str) -> None:
         as_shown(name)
         schedule.resume(name)
 
     acts: Mapping[str, Callable[[str], object]] = {
-        "pause": lambda name: schedule.pause(name, form.get("note")),
+        "pause": pause_shown,
         "resume": resume_shown,
         "run": lambda name: schedule.trigger(name, timeout=PATIENCE),
         "delete": lambda name: schedule.delete(name, found=as_shown(name)),

@@ -446,6 +446,10 @@ def test_a_resumed_entry_that_a_tag_keeps_paused_is_named(bench, cli):
 
 
 def test_a_command_names_the_pause_that_it_replaces(bench, cli):
+    bench.put()
+    cli("pause", "e", "--note", "audit")
+    assert "replaces" not in cli("pause", "e").output
+    assert "e: paused; this replaces the note of its pause: audit" in cli("pause", "e", "--note", "lunch").output
     assert "replaces" not in cli("pause", "--all", "--note", "the database is restored").output
 
     said = cli("pause", "--all", "--until", "2100-01-01").output
