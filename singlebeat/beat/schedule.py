@@ -98,6 +98,8 @@ def _before(changes: Sequence[Change], at: int, field: str, now: str) -> str | N
     for change in changes[at + 1 :]:
         if field in change.after:
             return change.after[field]
+        if change.action == "add" and change.by != "raw":
+            return ""  # it was added without
     for change in reversed(changes[: at + 1]):
         if field in change.before or field in change.after:  # of a change by another program, only what it has left
             return change.before.get(field)

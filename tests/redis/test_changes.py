@@ -217,6 +217,20 @@ def raw(bench: Bench, every: int = 5, name: str = "e") -> None:
     bench.redis.hset(f"redbeat:{name}", "definition", json.dumps(definition))
 
 
+def test_a_change_that_gave_an_entry_its_first_policy_is_reverted(bench):
+    """Another program has made it, so that its record has not what was before; that of the addition says it."""
+    bench.schedule.upsert("e", TASK, 5)
+    bench.redis.hset("redbeat:e", "policy", '{"paused": true}')
+    bench.schedule.upsert("e", TASK, 7)
+    noticed = next(change for change in bench.schedule.changes("e") if change.by == "raw")
+    assert bench.schedule.get("e").policy.paused
+
+    bench.schedule.revert("e", noticed.id)
+
+    assert not bench.schedule.get("e").policy.paused
+    assert bench.schedule.get("e").schedule.run_every == timedelta(seconds=5)
+
+
 def test_a_change_back_to_what_beat_has_read_is_recorded(bench):
     """By another program, after an edit that beat has not read."""
     raw(bench)
