@@ -513,11 +513,12 @@ def _in_words(lost: str, key: str) -> str:
     at, _, why = lost.partition(" ")
     return (
         f"the server has lost the schedule, or its last changes, as a beat noticed at {at}: {why}. Entries of "
-        "beat_schedule are back, perhaps without their pauses. Import the other entries from an export (celery "
-        "singlebeat import --from-now FILE; without --from-now they run for times since the export, even if they have "
-        "run then), and pause again those that were paused. An old snapshot also brings back entries that were deleted "
-        "since, and pauses that have ended since: compare celery singlebeat list, delete those entries and resume "
-        f"these. If nothing differs, DEL {shlex.quote(key)} removes this note"
+        "beat_schedule are back, perhaps without their pauses. First pause again what was paused (celery singlebeat "
+        "pause, with --all or --tag for many), then import the other entries from an export (celery singlebeat import "
+        "--from-now FILE; without --from-now they run for times since the export, even if they have run then). An old "
+        "snapshot also brings back entries that were deleted since, and pauses that have ended since: compare celery "
+        "singlebeat list, delete those entries and resume these. "
+        f"If nothing differs, DEL {shlex.quote(key)} removes this note"
     )
 
 

@@ -218,7 +218,7 @@ def _check_left(found: Salvage, fields: Fields, wishes: Wishes) -> None:
     NAME,
     click.argument("task"),
     *DEFINITION,
-    click.option("--replace", is_flag=True, help="Replace an entry of this name, and keep its past and pause."),
+    click.option("--replace", is_flag=True, help="Replace an entry of this name; only its past and pause stay."),
 )
 def add_(app: Celery, as_json: bool, name: str, task: str, replace: bool, **given: Any) -> None:
     """Store a new entry that runs TASK; fail if there is an entry of this name.
