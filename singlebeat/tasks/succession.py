@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -10,6 +11,7 @@ from weakref import WeakSet
 
 from celery.canvas import Signature
 from celery.result import AsyncResult
+from celery.signals import after_task_publish
 
 from ..broker import own_broker
 from ..config import Config
@@ -47,20 +49,44 @@ def hand_over_and_send(
     """
     backend, successor = backend_of(task.app), run.successor(generation(options))
     delay, where = delay_of(options, datetime.now(UTC)), _place_from(request, task, run, options)
-    sent = note(successor.run, broker=own_broker(task.app), delay=delay, **where)
+    told = note(successor.run, broker=own_broker(task.app), delay=delay, **where)
     promised = True  # as long as it is unknown: a signal may end the call before it knows the answer
     try:
         try:
-            promised = backend.promise(run.run, to=successor.run, ttl=ttl, note=sent)
+            promised = backend.promise(run.run, to=successor.run, ttl=ttl, note=told)
         except LockBackendError as exc:  # the successor waits until the run has ended, or its lease
             promised = False
             about = {"task": task.name, "id": run.task_id, "reason": exc}
             log.warning("%(task)s[%(id)s] goes on without its lock", event="unlocked", **about)
-        return publish(headers={**without_deaths(options.get("headers")), HEADER: successor.header()})
+        with _noting_queues(run.task_id) as queues:
+            sent = publish(headers={**without_deaths(options.get("headers")), HEADER: successor.header()})
     except BaseException:
         if promised:
             _take_back(task.app, run, successor)
         raise
+    if promised and queues and "queue" not in where:  # a function of the app has chosen it just then
+        told = note(successor.run, broker=own_broker(task.app), delay=delay, queue=queues[-1])
+        with suppress(LockBackendError):  # the note is for the search for lost messages alone
+            backend.promise(run.run, to=successor.run, ttl=ttl, note=told)
+    return sent
+
+
+@contextmanager
+def _noting_queues(task_id: str) -> Iterator[list[str]]:
+    """Yield a list that gets the queues by which a task's messages are sent in between, where they name one."""
+    queues: list[str] = []
+
+    def note_queue(
+        headers: Mapping[str, Any] | None = None, exchange: object = None, routing_key: object = None, **_: object
+    ) -> None:
+        if (headers or {}).get("id") == task_id and not exchange and routing_key:  # the broker's default exchange
+            queues.append(str(routing_key))
+
+    after_task_publish.connect(note_queue, weak=False)
+    try:
+        yield queues
+    finally:
+        after_task_publish.disconnect(note_queue)
 
 
 def let_retries_keep_lock(task: Task) -> None:

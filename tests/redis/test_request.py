@@ -534,6 +534,30 @@ def test_a_retry_is_found_in_a_queue_that_no_other_process_knows(app, deliver, s
     assert found.queue == queue
 
 
+@pytest.mark.parametrize("base", [Singleton, None])
+def test_a_retry_that_a_function_may_route_notes_where_it_was_sent(app, deliver, redis, base):
+    """The function is asked once for it, as it may count its calls."""
+    asked = list[str]()
+
+    def route(name: str, *_: Any, **__: Any) -> None:
+        asked.append(name)
+
+    app.conf.task_routes = (route,)
+    task = app.task(retries_later, name="app.later", bind=True, base=base, shared=False)
+    task_id = uuid()
+    lock = task.generate_lock(task.name, [], {}) if base else "SINGLETONLOCK_a"
+    task.apply_async(task_id=task_id, headers={} if base else {HEADER: {"id": task_id, "key": lock}})
+    asked.clear()
+
+    started(deliver(task))
+    renewer_of(app).flush()
+
+    assert asked == ["app.later"]
+    assert redis.llen("celery") == 1
+    assert json.loads(redis.hget(lock, "sent"))["queue"] == "celery"
+    assert redis.hget(lock, "gen") == "1"
+
+
 def later(seconds: float) -> str:
     """Return a time as messages have it."""
     return (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
