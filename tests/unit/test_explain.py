@@ -204,7 +204,7 @@ def test_a_lock_that_names_no_worker_yet_accuses_none():
     assert "That worker" not in text
 
 
-def test_workers_that_answer_no_questions_by_their_settings_are_asked_no_more():
+def test_workers_without_remote_control_are_asked_no_more():
     held = HeldLock("k", "x", "running", 29.0, 30.0, worker="w1@h")
     skip = record(NOON, "skipped_overlap", holder="x", reason="held by x")
 
