@@ -96,6 +96,8 @@ def _route(
         raise LookupError(f"the module of {task} cannot be imported here, where the task may name its queue")
     known = app.tasks.get(task)
     given = {**(known._get_exec_options() if known is not None else {}), **options}
+    if not given.get("queue") and not app.amqp.router.routes:  # what the router would return, a little sooner
+        return {**given, "queue": app.amqp.default_queue}
     route: dict[str, Any] = app.amqp.router.route(given, task, args or (), kwargs or {}, known)
     queue = route.get("queue")
     if queue is None and route.get("exchange") is None:  # as Celery does for a route that names neither

@@ -204,7 +204,7 @@ def test_b2_a_restarted_redis_has_kept_the_data_that_it_persists(beat, server, o
                 "doctor",
                 "warning  schedule: the server has lost the schedule, or its last changes, as a beat noticed at 20",
                 "the server has forgotten term 1",
-                "Entries of beat_schedule are back, perhaps without their pauses. Import the other entries from an",
+                "Entries of beat_schedule are back, perhaps without their pauses. First pause again what was paused",
                 "An old snapshot also brings back entries that were deleted since, and pauses that have ended since",
                 code=1,
             ),
