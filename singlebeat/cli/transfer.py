@@ -158,14 +158,15 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], from_now: bool, dry_run
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         fail(f"{source} is no JSON array of objects: neither of export nor of dumpdata", UNANSWERED)
     client, now = schedule_client(app), server_now(schedule_client(app), Schedule(app).keys.schedule)
-    named = list(rows_of(rows, now) if is_dump(rows) else _ours(rows))
+    is_of_django = is_dump(rows)
+    named = list(rows_of(rows, now) if is_of_django else _ours(rows))
     stored, problems, seen, catch_up = list[str](), dict[str, str](), set[str](), list[str]()
     warnings = dict[str, str]()
     with progress("entries", len(named), quiet=as_json) as step:
         for at in range(0, len(named), BATCH):
             batch = named[at : at + BATCH]
             read = _read(app, batch, problems, seen, now)
-            if is_dump(rows):
+            if is_of_django:
                 _keep_unknown_there(app, read)
             ahead = {name: entry for name, entry in read.items() if _is_ahead(entry, now)}
             for name, entry in ahead.items():
@@ -182,7 +183,7 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], from_now: bool, dry_run
             stored.extend(name for name in read if name not in failed)
             catch_up.extend(name for name in late if name not in failed)
             step(len(batch))
-    others = _not_among(seen, app) if is_dump(rows) else []
+    others = _not_among(seen, app) if is_of_django else []
     if as_json:
         about = {"problems": problems, "warnings": warnings, "others": others}
         show_json({"stored": stored, "catch_up": catch_up, **about})
@@ -197,14 +198,19 @@ def import_(app: Celery, as_json: bool, file: IO[bytes], from_now: bool, dry_run
             )
         _name(problems)
         _name(warnings, "warning")
-        if others:
-            left = counted(len(others), "entry is left as it is", "entries are left as they are")
-            text = f"{left}, in neither the file nor beat_schedule"
-            advice = "Delete what was deleted or renamed in Django since an earlier import"
-            click.echo(marked(f"{text}. {advice}:", "warning"), err=True)
-            for name in others:
-                click.echo(marked(f"  {name}", "warning"), err=True)
+        _name_others(others)
     raise SystemExit(1 if problems else 0)
+
+
+def _name_others(others: Sequence[str]) -> None:
+    """Name the entries that a dump of Django lacks, each in a line: they go on running."""
+    if not others:
+        return
+    left = counted(len(others), "entry is left as it is", "entries are left as they are")
+    advice = "Delete what was deleted or renamed in Django since an earlier import"
+    click.echo(marked(f"{left}, in neither the file nor beat_schedule. {advice}:", "warning"), err=True)
+    for name in others:
+        click.echo(marked(f"  {name}", "warning"), err=True)
 
 
 def _not_among(names: Collection[str], app: Celery) -> list[str]:

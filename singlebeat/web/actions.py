@@ -134,17 +134,31 @@ def run(board: Board, request: PageRequest, user: User) -> PageReply:
 def ask_pause(board: Board, request: PageRequest, user: User) -> Page:
     """Ask why an entry is paused."""
     name = request.query.get("name")
-    return _confirm("pause.html", "Pause", "/pause", "Pause", name=name, found=board.schedule(user).salvage(name))
+    found = board.schedule(user).salvage(name)
+    return _confirm("pause.html", "Pause", "/pause", "Pause", name=name, note=found.wishes.get("note", ""))
 
 
 def pause(board: Board, request: PageRequest, user: User) -> PageReply:
-    """Pause an entry, or give its pause another note, if it is paused as it was shown."""
-    name = request.changes.get("name")
-    found = board.schedule(user).salvage(name).wishes
-    if found.get("paused") and str(found.get("note", "")) != request.changes.get("before"):
-        raise ConflictError(f"meanwhile it was paused: {found.get('note', '')}. Look at that before you change it")
-    board.schedule(user).pause(name, request.changes.get("note"))
+    """Pause an entry."""
+    form, name = request.changes, request.changes.get("name")
+    _pause(board, user, name, note=form.get("note"), shown=form.get("shown"))
     return leads_to(request, "/entry", name=name, done="paused")
+
+
+def _pause(board: Board, user: User, name: str, *, note: str, shown: str) -> None:
+    """Pause an entry, or give its pause another note; a repetition is no conflict.
+
+    Args:
+        shown: its note as the form has shown it.
+
+    Raises:
+        ConflictError: it is paused with a note that another user has given since.
+    """
+    schedule = board.schedule(user)
+    found = schedule.salvage(name).wishes
+    if note and found.get("paused") and (present := str(found.get("note", ""))) not in {note, shown}:
+        raise ConflictError(f"meanwhile {name!r} was paused: {present}. Look at that before you change it")
+    schedule.pause(name, note)
 
 
 def ask_resume(board: Board, request: PageRequest, user: User) -> Page:
@@ -331,9 +345,10 @@ def pause_all(board: Board, request: PageRequest, user: User) -> PageReply:
         raise EntryError("choose all entries, or those with a tag")
     tag = form.get("tag") if form.get("which") == "tag" else None
     present = next((each for each in board.schedule(user).pauses() if each.tag == tag), None)
-    if present is not None and _text_of(present) not in form.all("pause"):
+    note, shown = form.get("note"), form.all("pause")
+    if present is not None and (present.note, present.until) != (note, until) and _text_of(present) not in shown:
         raise ConflictError(f"meanwhile they were paused: {present}. Look at that before you change it")
-    board.schedule(user).pause_many(tag=tag, note=form.get("note"), until=until)
+    board.schedule(user).pause_many(tag=tag, note=note, until=until)
     return leads_to(request, "/", done="pause_all")
 
 
@@ -393,8 +408,8 @@ def ask_many(board: Board, request: PageRequest, user: User) -> Page:
     title = f"{MANY[what][0]} {len(names)} {'entry' if len(names) == 1 else 'entries'}"
     stored = board.schedule(user).salvage_many(names)
     versions = {name: version_of(stored.get(name)) or NO_ENTRY for name in names}
-    notes = {name: found.wishes.get("note", "") for name, found in stored.items() if found.wishes.get("paused")}
-    shown = {"do": what, "versions": versions, "notes": notes, "danger": what == "delete"}
+    wishes = {name: found.wishes for name, found in stored.items()}
+    shown = {"do": what, "versions": versions, "wishes": wishes, "danger": what == "delete"}
     return _confirm("many.html", title, "/many", MANY[what][0], **shown)
 
 
@@ -405,21 +420,17 @@ def act_on_many(board: Board, request: PageRequest, user: User) -> Page | PageRe
     if form.get("count").strip() != str(len(names)):
         raise EntryError(f"nothing was changed: type {len(names)}, the number of the selected entries")
     versions = dict(zip(form.all("name"), form.all("version"), strict=False))
+    notes = dict(zip(form.all("name"), form.all("shown"), strict=False))
 
     def as_shown(name: str) -> Salvage | None:
         return _as_shown(board, user, name, versions.get(name, ""))
-
-    def pause_shown(name: str) -> None:
-        if schedule.salvage(name).wishes.get("paused"):
-            as_shown(name)
-        schedule.pause(name, form.get("note"))
 
     def resume_shown(name: str) -> None:
         as_shown(name)
         schedule.resume(name)
 
     acts: Mapping[str, Callable[[str], object]] = {
-        "pause": pause_shown,
+        "pause": lambda name: _pause(board, user, name, note=form.get("note"), shown=notes.get(name, "")),
         "resume": resume_shown,
         "run": lambda name: schedule.trigger(name, timeout=PATIENCE),
         "delete": lambda name: schedule.delete(name, found=as_shown(name)),

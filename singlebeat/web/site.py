@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup
-
 from .. import __version__
 from ..beat.calendar.words import in_words
 from ..connections import RedisError
@@ -136,11 +134,8 @@ class Site:
         shown = view.show(self.board, request, user)
         return shown if isinstance(shown, PageReply) else self._show(request, user, shown, view)
 
-    def _clock(self) -> Markup:
-        """Return the field by which a form says on which clock it shows wall clocks."""
-        return Markup('<input type="hidden" name="clock" value="{}">').format(self.board.zone)
-
     def _check_clock(self, request: PageRequest) -> None:
+        """Refuse a form that shows wall clocks in another zone than that in which they would be read now."""
         shown = request.changes.get("clock")
         if shown and shown != str(self.board.zone):
             text = f"beat reads wall clocks in {self.board.zone} by now, and this form shows them in {shown}"
@@ -166,7 +161,7 @@ class Site:
             "zones": ZONES,
             "zone_choice": choice if choice in ZONES else "entry",
             "zone_name": zone_name,
-            "clock": self._clock,
+            "clock": lambda: str(self.board.zone),
             "zone_of": lambda entry: zone_of(choice, self.board.zone_of(entry)),
             "own_zone": self.board.zone_of,
             "tags": tags_of,

@@ -169,7 +169,7 @@ def _apps(app: Celery, schedule: Read) -> Iterator[Finding]:
     theirs = sorted({beat.get("statics", "") for beat in ours} - {""})
     if why := load_code(app):
         text = "its tasks are not known here, nor their queues and parameters, and beat_schedule is not checked"
-        remedy = "Then start this process again, if it is the page's"
+        remedy = "Mend that; a page imports them once, so start it again then"
         text = f"one cannot be imported where doctor runs, so {text}: {why}. {remedy}"
         yield Finding("warning", "modules of tasks", text)
     here = statics_here(app) if theirs else ""
