@@ -83,26 +83,54 @@ READABLE_LENGTH = 200
 #: A cluster computes the slot of the key from the hash tag only.
 _HASH_TAG = re.compile(r"[^{]*\{[^}]+\}", re.DOTALL)
 
+#: Types whose values are equal exactly if their JSON is, within one type.
+_PLAIN = frozenset({type(None), bool, int, str})
+
 #: Made once, because making an encoder costs more than encoding a short string.
 _encode_default = kombu_json.JSONEncoder().encode
 _encode_sorted = json.JSONEncoder(sort_keys=True).encode
 
 
-def canonical(bound: inspect.BoundArguments) -> tuple[list[object], dict[str, object]]:
-    """Return the arguments in one form, however the call wrote them: by name where they have a name."""
+def canonical(
+    bound: inspect.BoundArguments, defaults: NamedArguments, encoder: type | None = None
+) -> tuple[list[object], dict[str, object]]:
+    """Return the arguments in one form, however the call wrote them: by name where they have a name.
+
+    What equals its default is left out, so that a task may get a further argument with a default and keep its keys.
+
+    Args:
+        bound: the arguments that the call gives.
+        defaults: the values of those that it may leave out, by name, as they would be sent.
+        encoder: as in ``digest``.
+    """
     positional: list[object] = []
     named: dict[str, object] = {}
-    for name, value in bound.arguments.items():
+    for name, value in reversed(bound.arguments.items()):
         kind = bound.signature.parameters[name].kind
-        if kind is inspect.Parameter.POSITIONAL_ONLY:
-            positional.append(value)
-        elif kind is inspect.Parameter.VAR_POSITIONAL:
+        if kind is inspect.Parameter.VAR_POSITIONAL:
             positional.extend(value)
         elif kind is inspect.Parameter.VAR_KEYWORD:
             named.update(value)
+        elif kind is inspect.Parameter.POSITIONAL_ONLY and positional:
+            positional.insert(0, value)  # keeps the places of those behind it
+        elif name in defaults and _are_equal(value, defaults[name], encoder):
+            continue
+        elif kind is inspect.Parameter.POSITIONAL_ONLY:
+            positional.append(value)
         else:
             named[name] = value
     return positional, named
+
+
+def _are_equal(one: object, other: object, encoder: type | None) -> bool:
+    if encoder is None and type(one) in _PLAIN and type(other) in _PLAIN:
+        return type(one) is type(other) and one == other
+    try:
+        return _text(one, encoder) == _text(other, encoder)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception:  # what has no JSON, be it a default that no call can give, equals nothing
+        return False
 
 
 def digest(
@@ -119,13 +147,17 @@ def digest(
     """
     call = [task, list(args), dict(kwargs)] + ([scope] if scope else [])
     try:
-        # Encoded and decoded first, as in a message: dict keys become strings, which sender and worker sort alike.
-        text = _encode_sorted(json.loads(_encoded(call, encoder)))
+        text = _text(call, encoder)
     except SoftTimeLimitExceeded:
         raise
     except Exception as exc:  # an object's own methods may raise any error
         raise TypeError(f"{task}: {culprit(args, kwargs, encoder)} cannot be part of a unique key: {exc}") from exc
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _text(value: object, encoder: type | None) -> str:
+    # Encoded and decoded first, as in a message: dict keys become strings, which sender and worker sort alike.
+    return _encode_sorted(json.loads(_encoded(value, encoder)))
 
 
 def _encoded(value: object, encoder: type | None) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from celery import Task
@@ -98,6 +100,7 @@ class Singleton(Task):  # type: ignore[misc]
     lock_expiry: float | None = None
 
     call_signature = inspect.Signature()
+    call_defaults: NamedArguments = MappingProxyType({})
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -107,6 +110,8 @@ class Singleton(Task):  # type: ignore[misc]
         run = inspect.getattr_static(cls, "run")
         # Of the class: a wrapper around an instance's ``run`` may show ``self`` in its signature or hide it.
         cls.call_signature = signature_of(run)
+        parameters = cls.call_signature.parameters.values()
+        cls.call_defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
         if inspect.isfunction(function := vars(cls).get("unique_on")):
             cls.unique_on = staticmethod(function)  # else the function would get the task as its first argument
         if not vars(cls).get("abstract"):
@@ -158,20 +163,35 @@ class Singleton(Task):  # type: ignore[misc]
             if self.typing or self.unique_on is not None:
                 raise TypeError(f"{task_name}: {exc}") from exc
             return key(args, kwargs)
+        if self.unique_on is None:
+            return key(*canonical(bound, self._defaults_as_sent(bound), encoder))
         defaults = self.call_signature.parameters.keys() - bound.arguments
         bound.apply_defaults()
-        unique = canonical(bound) if self.unique_on is None else ([], pick(self.unique_on, bound))
         try:
-            return key(*unique)
+            return key([], pick(self.unique_on, bound))
         except TypeError:
             if not defaults or callable(self.unique_on):
                 raise
-            return key(*self._without_unencodable(defaults, bound, encoder))
+            return key([], self._picked_with_json(self.unique_on, defaults, bound, encoder))
 
-    def _without_unencodable(
-        self, defaults: Set[str], bound: inspect.BoundArguments, encoder: type | None
-    ) -> tuple[list[object], dict[str, object]]:
-        """Return the arguments that make a call unique, without defaults that JSON cannot encode.
+    def _defaults_as_sent(self, bound: inspect.BoundArguments) -> NamedArguments:
+        """Return the defaults of a task by the names of its arguments; of the given ones as a call would send them."""
+        if getattr(self, "_dump_pydantic_arguments", None) is None:
+            return self.call_defaults
+        given = {name: self.call_defaults.get(name, value) for name, value in bound.arguments.items()}
+        defaults = inspect.BoundArguments(self.call_signature, OrderedDict(given))
+        args, kwargs = self.as_sent(defaults.args, defaults.kwargs)
+        sent = self.call_signature.bind(*args, **kwargs).arguments
+        return {name: value for name, value in sent.items() if name in self.call_defaults}
+
+    def _picked_with_json(
+        self,
+        unique_on: Sequence[str] | str,
+        defaults: Set[str],
+        bound: inspect.BoundArguments,
+        encoder: type | None,
+    ) -> dict[str, object]:
+        """Return the values that make a call unique, without those of defaults that JSON cannot encode.
 
         Celery sends no defaults, so such a call has a message. Without a value it equals no call that gives one.
 
@@ -182,15 +202,11 @@ class Singleton(Task):  # type: ignore[misc]
         args, kwargs = self.as_sent(bound.args, bound.kwargs)  # a model counts as a given one
         bound = self.call_signature.bind(*args, **kwargs)
         bound.apply_defaults()
-
-        def stays(name: str, value: object) -> bool:
-            return name not in defaults or is_encodable(value, encoder)
-
-        if self.unique_on is None:
-            bound.arguments = {name: value for name, value in bound.arguments.items() if stays(name, value)}
-            return canonical(bound)
-        picked = pick(self.unique_on, bound)
-        return [], {path: value for path, value in picked.items() if stays(path.partition(".")[0], value)}
+        return {
+            path: value
+            for path, value in pick(unique_on, bound).items()
+            if path.partition(".")[0] not in defaults or is_encodable(value, encoder)
+        }
 
     def as_sent(self, args: Arguments | None, kwargs: NamedArguments | None) -> tuple[list[object], dict[str, object]]:
         """Return the arguments of a call as Celery sends them: a pydantic model as a dict."""

@@ -62,6 +62,8 @@ def test_a_hidden_tab_asks_nothing(page, entries):
     page.on("request", lambda request: asked.append(request.url))
     with page.expect_response(lambda answer: answer.request.headers.get("hx-request") == "true"):
         page.goto("/")
+    # The icons of the first page may still be on their way.
+    page.wait_for_load_state("networkidle")
 
     page.evaluate(HIDE, True)
     before = len(asked)
