@@ -1,11 +1,13 @@
-"""The queue that a message goes to, where a sender can know it, or whether all workers get it; pure."""
+"""The queue that a message goes to, where a sender can know it, or whether all workers get it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from celery.app.routes import MapRoute
+from celery.signals import before_task_publish
 from kombu import Queue
 from kombu.common import Broadcast
 
@@ -17,15 +19,51 @@ if TYPE_CHECKING:
     from .locks.base import Options
     from .locks.key import Arguments, NamedArguments
 
-__all__ = ("has_own_router", "queue_of_call", "queue_reached", "reaches_all")
+__all__ = ("are_by_others", "is_sent_by_others", "noting_queues", "queue_of_call", "queue_reached", "reaches_all")
 
 #: The kinds of exchanges that pass a message on to each queue that is bound with its very routing key.
 PLAIN_KINDS = ("direct", "topic", "fanout")
 
 
-def has_own_router(app: Celery) -> bool:
-    """Return whether code of the user chooses queues: maybe by arguments, and maybe another one each time."""
-    return any(not isinstance(route, MapRoute) for route in app.amqp.router.routes)
+def is_sent_by_others(app: Celery, task: object) -> bool:
+    """Return whether code of the user may choose the queue of a task's calls, and maybe another one each time.
+
+    It may be a function among the routes, or an own ``apply_async`` or ``send_task``.
+    """
+    if any(not isinstance(route, MapRoute) for route in app.amqp.router.routes):
+        return True
+    return any(are_by_others(task, "apply_async")) or any(are_by_others(app, "send_task"))
+
+
+def are_by_others(owner: object, method: str) -> Iterator[bool]:
+    """Yield whether each definition of a method of an app or a task is neither Celery's nor ours, the outermost first."""
+    if method in vars(owner):
+        yield True
+    for kind in type(owner).__mro__:
+        if method in vars(kind):
+            yield kind.__module__.partition(".")[0] not in {"celery", "singlebeat"}
+
+
+@contextmanager
+def noting_queues(task_id: str) -> Iterator[list[str]]:
+    """Yield a list that gets the queues of the messages that are sent meanwhile under a task id, as they are known."""
+    queues: list[str] = []
+
+    def note_queue(
+        headers: Mapping[str, Any] | None = None,
+        declare: Sequence[object] | None = None,
+        exchange: object = None,
+        routing_key: str = "",
+        **_: object,
+    ) -> None:
+        if (headers or {}).get("id") == task_id:
+            queues.append(queue_reached(exchange, routing_key, (declare or [None])[0]))
+
+    before_task_publish.connect(note_queue, weak=False)
+    try:
+        yield queues
+    finally:
+        before_task_publish.disconnect(note_queue)
 
 
 def queue_reached(exchange: object, routing_key: str | None, queue: object) -> str:

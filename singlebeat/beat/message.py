@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kombu.utils.encoding import safe_repr
 
 from ..config import Config
-from ..destination import reaches_all
+from ..destination import are_by_others, reaches_all
 from ..locks.acquire import Plan, plan_call
 from ..locks.base import RUN_HEADER, Ref
 from ..locks.key import behind_key, check_sendable
@@ -133,12 +133,7 @@ class Message:
 
 def _is_by_others(owner: object, method: str) -> bool:
     """Return whether a method of an app or a task is neither Celery's nor ours."""
-    if owner is None:
-        return False
-    if method in vars(owner):
-        return True
-    home = next(kind for kind in type(owner).__mro__ if method in vars(kind))
-    return home.__module__.partition(".")[0] not in {"celery", "singlebeat"}
+    return owner is not None and next(are_by_others(owner, method))
 
 
 def prepare(

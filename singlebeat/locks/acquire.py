@@ -18,7 +18,7 @@ from kombu.utils.encoding import safe_repr
 
 from ..broker import broker_errors, broker_name, own_broker
 from ..config import Config
-from ..destination import has_own_router, queue_of_call
+from ..destination import is_sent_by_others, queue_of_call
 from ..errors import ConfigError, LockBackendError, UnusableLockError
 from ..log import Log
 from . import backend_of, delay_of
@@ -400,9 +400,9 @@ def place_of_call(
     """Return what is known of the queue that a call goes to, as arguments of ``note``.
 
     A process that looks for the message may be of another app, and know neither the call, nor the task, nor the routes.
-    An own router of the app is not asked: it may give another answer each time, and may count its calls.
+    Code of the user is not asked: it may give another answer each time, and may count its calls.
     """
-    if has_own_router(task.app):
+    if is_sent_by_others(task.app, task):
         named = options.get("queue") or getattr(task, "queue", None)
         queue = task.app.amqp.queues.aliases.get(named, named)
         return {"near": str(getattr(queue, "name", queue) or "")}

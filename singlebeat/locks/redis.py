@@ -261,16 +261,15 @@ class RedisBackend(BaseBackend):
 
     def renew_many(self, refs: Sequence[Ref], *, lease: float) -> list[Renewal]:
         """Renew the locks of live requests."""
-        return self._renew_many(refs, [""] * len(refs), lease=lease)
+        return self._renew_many(refs, [""] * len(refs), lease=lease, worker=self.worker)
 
     def note_sent(self, sent: Mapping[Ref, str], *, lease: float) -> None:
         """Renew the locks of sent messages, and store the note on where each message went."""
-        self._renew_many(list(sent), list(sent.values()), lease=lease)
+        self._renew_many(list(sent), list(sent.values()), lease=lease, worker="")
 
-    def _renew_many(self, refs: Sequence[Ref], notes: Sequence[str], *, lease: float) -> list[Renewal]:
+    def _renew_many(self, refs: Sequence[Ref], notes: Sequence[str], *, lease: float, worker: str) -> list[Renewal]:
         rows = [(*request, note) for request, note in zip(_requests(refs), notes, strict=True)]
-        last = (self.worker,)
-        replies = self._run_many("renew", refs, _ms(lease), rows=rows, last=last, goes_on=True)
+        replies = self._run_many("renew", refs, _ms(lease), rows=rows, last=(worker,), goes_on=True)
         return [Renewal(reply) for reply in replies]
 
     def promise(self, run: Ref, *, to: Ref | None, ttl: float, note: str = "") -> bool:

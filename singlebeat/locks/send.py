@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
@@ -17,6 +19,7 @@ from kombu import Producer
 from kombu.exceptions import OperationalError
 
 from ..broker import broker_errors
+from ..destination import is_sent_by_others, noting_queues
 from ..errors import LockBackendError
 from ..log import Log
 from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, Marker, collecting, size, takes_outbox
@@ -108,7 +111,7 @@ def send_call(
         granted = acquire(task, plan)
         if isinstance(granted, Refused):
             return granted
-        result = publish(granted.ticket, producer=producer, **retries)
+        result = _publish_noted(task, plan, granted, partial(publish, granted.ticket, producer=producer, **retries))
     except BaseException as exc:
         if isinstance(granted, Granted):
             granted.give_up(task)
@@ -116,6 +119,19 @@ def send_call(
             free(task, *places_of(plan.call))  # a signal has ended the call before it knew the answer
         raise
     result.waits_for = granted.note_sent(task)
+    return result
+
+
+def _publish_noted(task: LockableTask, plan: Plan, granted: Granted, publish: Callable[[], AsyncResult]) -> AsyncResult:
+    """Send a call that has acquired its lock; if code of the user chooses its queue, note in the lock which it was."""
+    is_noted = plan.is_of_beat or not is_sent_by_others(task.app, task)
+    if granted.lock is None or plan.call is None or is_noted:
+        return publish()
+    with noting_queues(plan.ticket.task_id) as queues:
+        result = publish()
+    if queues:
+        with suppress(LockBackendError):  # the note is for the search for lost messages alone
+            task.singleton_backend.note_sent({granted.lock: noted_in(plan.call, queues[-1]).note}, lease=0)
     return result
 
 

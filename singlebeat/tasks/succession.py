@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -11,10 +11,10 @@ from weakref import WeakSet
 
 from celery.canvas import Signature
 from celery.result import AsyncResult
-from celery.signals import after_task_publish
 
 from ..broker import own_broker
 from ..config import Config
+from ..destination import is_sent_by_others, noting_queues
 from ..errors import LockBackendError
 from ..locks import backend_of, delay_of, time_to_start
 from ..locks.acquire import note, place_of_call
@@ -58,35 +58,17 @@ def hand_over_and_send(
             promised = False
             about = {"task": task.name, "id": run.task_id, "reason": exc}
             log.warning("%(task)s[%(id)s] goes on without its lock", event="unlocked", **about)
-        with _noting_queues(run.task_id) as queues:
+        with noting_queues(run.task_id) as queues:
             sent = publish(headers={**without_deaths(options.get("headers")), HEADER: successor.header()})
     except BaseException:
         if promised:
             _take_back(task.app, run, successor)
         raise
-    if promised and queues and "queue" not in where:  # a function of the app has chosen it just then
+    if promised and queues and "queue" not in where:  # code of the user has chosen it just then
         told = note(successor.run, broker=own_broker(task.app), delay=delay, queue=queues[-1])
         with suppress(LockBackendError):  # the note is for the search for lost messages alone
             backend.promise(run.run, to=successor.run, ttl=ttl, note=told)
     return sent
-
-
-@contextmanager
-def _noting_queues(task_id: str) -> Iterator[list[str]]:
-    """Yield a list that gets the queues by which a task's messages are sent in between, where they name one."""
-    queues: list[str] = []
-
-    def note_queue(
-        headers: Mapping[str, Any] | None = None, exchange: object = None, routing_key: object = None, **_: object
-    ) -> None:
-        if (headers or {}).get("id") == task_id and not exchange and routing_key:  # the broker's default exchange
-            queues.append(str(routing_key))
-
-    after_task_publish.connect(note_queue, weak=False)
-    try:
-        yield queues
-    finally:
-        after_task_publish.disconnect(note_queue)
 
 
 def let_retries_keep_lock(task: Task) -> None:
@@ -148,10 +130,11 @@ def _let_keep_lock(signature: Signature, request: Context) -> None:
 def _place_from(request: Context, task: Task, run: Ticket, options: Options) -> Mapping[str, str]:
     """Return what is known of the queue of a call that a run makes in its own place, as ``place_of_call`` does.
 
-    A retry that names none goes by the exchange by which its run has come.
+    A retry that names none goes by the exchange by which its run has come, with the same routing key.
     """
-    exchange = (request.delivery_info or {}).get("exchange")
-    if exchange and options.get("exchange") == exchange:
+    came, where = request.delivery_info or {}, ("exchange", "routing_key")
+    is_same = all(options.get(name) == came.get(name) for name in where) and not options.get("queue")
+    if came.get("exchange") and is_same and not is_sent_by_others(task.app, task):
         return {"queue": run.brought_by}
     return place_of_call(task, options)
 

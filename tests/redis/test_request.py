@@ -508,6 +508,27 @@ def retries_elsewhere(self: Any) -> None:
     raise self.retry(countdown=0, queue="elsewhere")
 
 
+def retries_by_another_key(self: Any) -> None:
+    """Retry by the exchange of the run, which takes it to another queue."""
+    raise self.retry(countdown=0, routing_key="other.key")
+
+
+class Elsewhere(Task):
+    """A user's class, which chooses the queue."""
+
+    abstract = True
+
+    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        chosen = {"queue": "elsewhere", "exchange": None, "routing_key": None}
+        return super().apply_async(args, kwargs, **{**options, **chosen})
+
+
+class SingletonElsewhere(Singleton, Elsewhere):
+    """It chooses the queue behind the Singleton."""
+
+    abstract = True
+
+
 @pytest.mark.parametrize(
     ("body", "base", "queue"),
     [
@@ -515,6 +536,10 @@ def retries_elsewhere(self: Any) -> None:
         (retries_later, Singleton, "celery"),
         (retries_later, None, "celery"),
         (retries_elsewhere, None, "elsewhere"),
+        (retries_later, SingletonElsewhere, "elsewhere"),
+        (retries_later, Elsewhere, "elsewhere"),
+        (retries_by_another_key, Singleton, ""),
+        (retries_by_another_key, None, ""),
     ],
 )
 def test_a_retry_is_found_in_a_queue_that_no_other_process_knows(app, deliver, server, redis, body, base, queue):
@@ -531,7 +556,7 @@ def test_a_retry_is_found_in_a_queue_that_no_other_process_knows(app, deliver, s
         (found,) = lost.examine(stranger, [lost.Waiting.of(lock, record)])
 
     assert not found.outcome, found
-    assert found.queue == queue
+    assert found.queue == json.loads(record["sent"])["queue"] == queue
 
 
 @pytest.mark.parametrize("base", [Singleton, None])

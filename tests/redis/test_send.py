@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, Task
 from celery._state import _task_stack
 from celery.signals import after_task_publish, before_task_publish
 from kombu import Connection, Exchange, Queue
@@ -1072,7 +1072,38 @@ def test_a_router_of_the_user_is_asked_once_for_each_call(server, redis):
         notes = [json.loads(redis.hget(task.generate_lock(task.name, [number]), "sent")) for number in (1, 4, 6)]
 
     assert [redis.llen(queue) for queue in ("q0", "q1", "named")] == [3, 3, 1]
-    assert [(note.get("queue"), note.get("near")) for note in notes] == [("q1", None), (None, None), (None, "named")]
+    assert [note.get("queue") for note in notes] == ["q1", "q0", "named"]
+
+
+class Elsewhere(Task):
+    """A user's class, which chooses the queue behind the Singleton."""
+
+    abstract = True
+
+    def apply_async(self, args=None, kwargs=None, **options):
+        return super().apply_async(args, kwargs, **{**options, "queue": "elsewhere"})
+
+
+class SingletonElsewhere(Singleton, Elsewhere):
+    abstract = True
+
+
+def chosen(x: int) -> None: ...
+
+
+@pytest.mark.parametrize("is_written_apart", [False, True])
+def test_a_lock_notes_the_queue_that_a_class_of_the_user_chooses(server, redis, is_written_apart):
+    with apps(server.celery_url) as app, ExitStack() as receivers:
+        if is_written_apart:
+            receivers.enter_context(connected(before_task_publish, lambda **_: None))
+        task = app.task(chosen, name="app.chosen", base=SingletonElsewhere, shared=False)
+        task.delay(1)
+        task.apply_async([2], queue="named")
+        records = [redis.hgetall(task.generate_lock(task.name, [number])) for number in (1, 2)]
+
+    assert redis.llen("elsewhere") == 2
+    assert [json.loads(record["sent"])["queue"] for record in records] == ["elsewhere"] * 2
+    assert [record.get("worker") for record in records] == [None] * 2
 
 
 @pytest.mark.parametrize("priority", [None, 0, 3, 9, 20])
