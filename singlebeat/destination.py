@@ -36,7 +36,7 @@ def is_sent_by_others(app: Celery, task: object) -> bool:
 
 
 def are_by_others(owner: object, method: str) -> Iterator[bool]:
-    """Yield whether each definition of a method of an app or a task is neither Celery's nor ours, the outermost first."""
+    """Yield whether each definition of a method of an app or task is neither Celery's nor ours, from the outside in."""
     if method in vars(owner):
         yield True
     for kind in type(owner).__mro__:

@@ -176,7 +176,7 @@ def why_no_outbox(producer: Producer) -> str:
 def why_two_writes(app: Celery, connection: Connection) -> str:
     """Return why a call needs one write for its lock and another one for its message; empty if it needs one for both.
 
-    It asks both servers. A process that has receivers of Celery's publish signals needs two in any case.
+    It asks both servers.
 
     Args:
         connection: to the broker.
@@ -197,17 +197,21 @@ def why_two_writes(app: Celery, connection: Connection) -> str:
             raise
         return ELSEWHERE  # the user may not write it
     try:
-        return ELSEWHERE if backend.send([], broker) is None else ""
+        if backend.send([], broker) is None:
+            return ELSEWHERE
+        return "there are receivers of before_task_publish or after_task_publish" * _has_receivers()
     finally:
         broker.delete_for_broker(channel)
 
 
 def _may_be_one_write(task: LockableTask) -> bool:
-    """Return whether nothing forbids one write.
+    """Return whether nothing forbids one write."""
+    return not _has_receivers() and task.singleton_backend.sends
 
-    A receiver of Celery's publish signals would be told of messages that are made and not sent.
-    """
-    return not before_task_publish.receivers and not after_task_publish.receivers and task.singleton_backend.sends
+
+def _has_receivers() -> bool:
+    """Return whether receivers of Celery's publish signals would be told of messages that are made and not sent."""
+    return bool(before_task_publish.receivers or after_task_publish.receivers)
 
 
 def _broker_of(app: Celery, connection: Connection) -> Marker:

@@ -21,6 +21,7 @@ from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.signals import task_postrun
 from celery.utils.quorum_queues import detect_quorum_queues
 from kombu import Queue
+from kombu.serialization import loads, prepare_accept_content
 from kombu.utils.encoding import safe_repr
 
 from .. import signals
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from ..locks.key import Arguments, NamedArguments
 
 __all__ = (
+    "BODY",
     "Blocked",
     "Postponed",
     "Refused",
@@ -82,6 +84,10 @@ UNTOLD_WAIT = 0.03
 #: Seconds for which the publish of an acknowledged message is retried, and between two attempts. A broker that also
 #: stores the locks is unreachable whenever the locks are. In an alarm of RabbitMQ, the pool must go on to end it.
 PATIENCE, RETRY_AFTER = 60.0, 0.5
+
+
+#: Where a request keeps the body of its message: as bytes or text, its content type, and its encoding.
+BODY = "singlebeat_body"
 
 
 class Postponed(Ignore):  # type: ignore[misc]
@@ -538,8 +544,11 @@ def _send_again(
     shown = {name: request.get(name) for name in ("argsrepr", "kwargsrepr")}  # else Celery would show all arguments
     encoding = {"serializer": ticket.serializer, "compression": request.get("compression")}
     encoding = {name: value for name, value in encoding.items() if value}  # else the options of the task apply
+    args, kwargs = _arguments_of_message(task.app, request)
     signature = task.signature_from_request(
         request,
+        args,
+        kwargs,
         countdown=countdown,
         retries=request.retries,
         headers=headers,
@@ -559,6 +568,18 @@ def _send_again(
             publish()
         else:
             sender.send(publish)
+
+
+def _arguments_of_message(app: Celery, request: Context) -> tuple[Any, Any]:
+    """Return the arguments as the message of a request has brought them.
+
+    Those of the request may have been changed meanwhile, by receivers of ``task_prerun`` and by ``before_start``.
+    """
+    body, content_type, encoding = vars(request).get(BODY) or (None, None, None)
+    if not content_type:  # decoded already: a message of protocol 1
+        return request.args, request.kwargs
+    args, kwargs, _ = loads(body, content_type, encoding, accept=prepare_accept_content(app.conf.accept_content))
+    return args, kwargs
 
 
 def _to_its_queue(app: Celery, ticket: Ticket, request: Context) -> Mapping[str, Any]:

@@ -38,7 +38,18 @@ from ..locks.key import check_sendable, readable
 from ..locks.modes import LockMode, overlap_for
 from ..log import Log
 from ..run_results import RESULT_NOT_STORED, is_result_lost, may_be_unsent, outcome_of, record_end
-from .gate import Blocked, Postponed, Refused, Unsent, admit, is_followed, postpone_unlocked, turn_ttl, yields_to_heir
+from .gate import (
+    BODY,
+    Blocked,
+    Postponed,
+    Refused,
+    Unsent,
+    admit,
+    is_followed,
+    postpone_unlocked,
+    turn_ttl,
+    yields_to_heir,
+)
 from .lock_action import LockAction, lock_action
 from .renewer import renewer_of
 
@@ -238,6 +249,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         if self.ticket is not None:
             # The nonce goes with the request to the process that runs the task: both processes can name this run.
             self.request_dict[HEADER] = self.ticket.header()
+            self.request_dict[BODY] = self.body, self.content_type, self.content_encoding
             self._shorten_pause(self.ticket, datetime.now(UTC))
             renewer_of(self.app).track(self)
 

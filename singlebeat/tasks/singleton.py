@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections import OrderedDict
@@ -111,7 +112,7 @@ class Singleton(Task):  # type: ignore[misc]
         # Of the class: a wrapper around an instance's ``run`` may show ``self`` in its signature or hide it.
         cls.call_signature = signature_of(run)
         parameters = cls.call_signature.parameters.values()
-        cls.call_defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+        cls.call_defaults = {each.name: _kept(each.default) for each in parameters if each.default is not each.empty}
         if inspect.isfunction(function := vars(cls).get("unique_on")):
             cls.unique_on = staticmethod(function)  # else the function would get the task as its first argument
         if not vars(cls).get("abstract"):
@@ -160,9 +161,12 @@ class Singleton(Task):  # type: ignore[misc]
         try:
             bound = self.call_signature.bind(*args, **kwargs)
         except TypeError as exc:
-            if self.typing or self.unique_on is not None:
-                raise TypeError(f"{task_name}: {exc}") from exc
-            return key(args, kwargs)
+            if not self.typing and self.unique_on is None:
+                return key(args, kwargs)
+            run = inspect.getattr_static(type(self), "run")
+            is_decorated = hasattr(getattr(run, "__func__", run), "__wrapped__")
+            hint = "; a decorator that supplies it has to set __signature__ to what callers give" * is_decorated
+            raise TypeError(f"{task_name}: {exc}{hint}") from exc
         if self.unique_on is None:
             return key(*canonical(bound, self._defaults_as_sent(bound), encoder))
         defaults = self.call_signature.parameters.keys() - bound.arguments
@@ -550,6 +554,14 @@ class Singleton(Task):  # type: ignore[misc]
 
 #: The mark of each ``__call__`` that runs the task under its lock.
 _UNDER_LOCK = "is_under_lock"
+
+
+def _kept(default: object) -> object:
+    """Return a default as it is now: a body may change the list or the dict that it is."""
+    try:
+        return copy.deepcopy(default) if isinstance(default, list | dict | set) else default
+    except Exception:  # an object's own methods may raise any error
+        return default
 
 
 def _under_lock(own: Callable[..., Any]) -> Callable[..., Any]:

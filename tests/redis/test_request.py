@@ -28,6 +28,7 @@ from celery.concurrency.solo import TaskPool
 from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from celery.result import AsyncResult
+from celery.signals import task_prerun
 from celery.worker import state
 from celery.worker.request import create_request_cls
 from kombu import Producer
@@ -114,6 +115,7 @@ def own_serializer() -> Iterator[None]:
 
 @pytest.mark.parametrize("asked", [{}, {"serializer": "own"}, {"compression": "gzip"}], ids=str)
 def test_a_message_that_waits_for_its_turn_is_encoded_as_it_was(app, deliver, own_serializer, asked):
+    app.conf.accept_content = ["json", "own"]
     task = task_of(app)
     task.apply_async((["a"],), **asked)
 
@@ -125,6 +127,46 @@ def test_a_message_that_waits_for_its_turn_is_encoded_as_it_was(app, deliver, ow
     assert again.content_type == first.content_type
     assert again.request_dict.get("compression") == first.request_dict.get("compression")
     assert set(again.request_dict[HEADER]) == set(first.request_dict[HEADER])
+
+
+class Marks(Singleton):
+    """A user's class, which changes arguments before each run."""
+
+    abstract = True
+
+    def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
+        super().before_start(task_id, args, kwargs)
+        kwargs["notes"].append("before_start")
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_a_call_that_waits_is_sent_again_as_it_came(app, deliver, compression):
+    """A receiver takes the tenant out of the arguments, for example, and would not find it at the next try."""
+    tenants, ran = list[str](), list[Any]()
+
+    def take_tenant(kwargs: Any, **_: Any) -> None:
+        tenants.append(kwargs.pop("tenant", "public"))
+
+    def body(value: str, notes: Any, tenant: str = "") -> None:
+        ran.append((value, notes))
+
+    task, other = (
+        app.task(body, name="app.tenant", base=Marks, shared=False),
+        Ref("SINGLETONLOCK_a", "other", nonce="n"),
+    )
+    backend_of(app).begin(other, lease=60, remember_for=60, task=task.name, arguments="")
+    headers = {HEADER: Ticket("b", other.key, other.key, waits=True).header()}
+    arguments = ["a"], {"notes": [], "tenant": "acme"}
+    Task.apply_async(task, *arguments, task_id="b", compression=compression, headers=headers)
+
+    with connected(task_prerun, take_tenant):
+        for _ in range(3):
+            started(deliver(task))
+        backend_of(app).finish_many([other], remember_for=60)
+        started(deliver(task))
+
+    assert tenants == ["acme"] * 4
+    assert ran == [("a", ["before_start"])]
 
 
 def test_a_call_that_runs_in_a_batch_frees_its_lock_with_its_message(app, deliver, redis):

@@ -863,6 +863,10 @@ def test_doctor_tells_in_how_many_writes_all_is_sent(app, cli, no_worker_is_awai
     calls, entries = told()
     assert "sent in one write" in calls
     assert "recorded in one write" in entries
+    with connected(after_task_publish, lambda **_: None):
+        calls, entries = told()
+    assert "in two writes: there are receivers of before_task_publish or after_task_publish" in calls
+    assert "recorded in one write" in entries
     app.conf.broker_url = own_server.celery_url
     calls, entries = told()
     assert "sent in two writes: the broker is not on the server of the locks" in calls

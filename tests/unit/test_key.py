@@ -145,6 +145,43 @@ def test_a_release_may_add_an_argument_with_a_default(app):
     assert len({*after}) == 6
 
 
+def test_a_body_that_changes_its_default_changes_no_key(app):
+    seen: list[Any] = []
+
+    def task(x, acc=[], by={"at": [MISSING]}):  # noqa: B006
+        acc.append(x)
+        seen.append(acc)
+
+    before = keys_of(app, task, ([1], {}), ([1, []], {}), ([1, [1]], {}))
+    task(1)
+
+    assert seen == [[1]]
+    assert keys_of(app, task, ([1], {}), ([1, []], {}), ([1, [1]], {})) == before
+    assert before[0] == before[1] != before[2]
+
+
+def test_a_decorator_that_supplies_an_argument_says_so(app):
+    def with_session(function):
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            return function("session", *args, **kwargs)
+
+        return wrapper
+
+    def task(session, day="today", *, force=False): ...
+
+    hidden = with_session(task)
+    with pytest.raises(TypeError, match=r"missing a required argument: 'session'; a decorator .* set __signature__"):
+        keys_of(app, hidden, ([], {}))
+    plain = Celery(set_as_current=False)
+    with pytest.raises(TypeError, match=r"'session'$"):
+        keys_of(plain, task, ([], {}))
+    said = with_session(task)
+    said.__signature__ = inspect.signature(lambda day="today", *, force=False: None)
+    short, long, other = keys_of(Celery(set_as_current=False), said, ([], {}), (["today"], {}), (["x"], {}))
+    assert short == long != other
+
+
 @pytest.mark.parametrize("default", [1, 1.0, True, "1", None, 0, "", (), -0.0, {}, Decimal(1)], ids=repr)
 def test_only_what_has_the_same_json_equals_a_default(app, default):
     def task(x=default): ...
