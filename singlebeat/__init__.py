@@ -52,6 +52,8 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from .failed_receivers import note_failed_receivers
+
 if TYPE_CHECKING:
     from .beat.calendar.clocked import clocked
     from .beat.entries.entry import Entry
@@ -74,6 +76,8 @@ __all__ = (
     "exclusive",
     "install",
 )
+
+note_failed_receivers()  # the celery command imports this package before it loads an app
 
 _HOMES = {
     "Scheduler": "beat.scheduler",

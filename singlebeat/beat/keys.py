@@ -101,13 +101,14 @@ LEASE_KEYS: Mapping[str, tuple[str, str]] = {
     "leader": (
         "hash",
         "Who leads: host, pid, app, ``version``, ``broker``, since when, for which term, how far its clock is "
-        "``ahead``, its token and its lease. ``took``: the seconds of the renewal before the last one. The "
-        "hash lives as long as the lock.",
+        "``ahead``, why its ``beat_schedule`` may be ``incomplete``, its token and its lease. ``took``: the seconds of "
+        "the renewal before the last one. The hash lives as long as the lock.",
     ),
     "term": ("string", "The number of the last term."),
     "standbys": (
         "zset",
-        "The beats that stand by: host, pid, since when, app, version, broker, and how far a wrong clock is ``ahead``. "
+        "The beats that stand by: host, pid, since when, app, version, broker, how far a wrong clock is ``ahead``, and "
+        "why their ``beat_schedule`` may be ``incomplete``. "
         "Gone 5 s after their last campaign. With ``redbeat_lock_key`` None, the beats that share the work, with "
         "their ``zone``: written every second, and not counted after 5 s.",
     ),

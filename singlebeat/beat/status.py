@@ -70,6 +70,9 @@ NAMESAKE = (
     "other app is stored: rename one of them"
 )
 
+#: What a beat that stands by, or shares the work, may note of itself.
+NOTED = ("app", "statics", "incomplete", "version", "broker", "ahead", "zone")
+
 #: Seconds after its time from which an entry is overdue: the leader polls every second.
 OVERDUE_AFTER = 5.0
 
@@ -395,6 +398,17 @@ class ScheduleStatus:
                     "locks). If it is one broker, name it alike everywhere"
                 )
 
+    @property
+    def incomplete(self) -> Iterator[str]:
+        """Yield a sentence about each beat of our app that may lack entries of its code."""
+        for beat, role in self.beats:
+            if beat.get("app") == self.app and (why := beat.get("incomplete")):
+                host, pid = beat.get("host", "?"), beat.get("pid", "?")
+                yield (
+                    f"the beat {host}, pid {pid}, which {role}, may lack entries of beat_schedule: {why}. It removes "
+                    "none for that. Mend it, and restart that beat"
+                )
+
     @classmethod
     def of(cls, app: Celery, *, names: bool = True, client: RedisClient = None) -> ScheduleStatus:
         """Read the state of an app's schedule, in two round trips: the first one asks for the server's time.
@@ -613,7 +627,7 @@ def _decode_standby(text: str) -> Mapping[str, str]:
     try:
         raw: Any = json.loads(text)
         return {name: str(raw[name]) for name in ("host", "pid", "since")} | {
-            name: str(raw[name]) for name in ("app", "statics", "version", "broker", "ahead", "zone") if name in raw
+            name: str(raw[name]) for name in NOTED if name in raw
         }
     except (ValueError, TypeError, KeyError, RecursionError):
         return {"host": text, "pid": "", "since": ""}

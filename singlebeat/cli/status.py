@@ -60,6 +60,7 @@ def status_(app: Celery, as_json: bool) -> None:
         state.sent_elsewhere,
         refused,
         lock_trouble(app),
+        *state.incomplete,
     )
     for problem in filter(None, problems):
         click.echo(marked(f"problem     {problem}", "problem"))

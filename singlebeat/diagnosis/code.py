@@ -14,6 +14,7 @@ from celery.fixups.django import DjangoFixup
 from celery.signals import import_modules
 
 from ..beat.entries.statics import signature_of
+from ..failed_receivers import why_incomplete
 from ..log import without_passwords
 from ..missing_modules import note_missing_module
 
@@ -94,6 +95,6 @@ def _leaving_django_as_it_is(app: Celery) -> Iterator[None]:
 
 def statics_here(app: Celery) -> str:
     """Return the number and the digest of the entries in the code of this process; empty if it has none."""
-    if load_code(app):
+    if load_code(app) or why_incomplete(app):
         return ""
     return signature_of(app)["statics"] if app.conf.beat_schedule else ""

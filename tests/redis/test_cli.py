@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import time
 from datetime import UTC, datetime, timedelta
 from errno import ENOSPC, EPIPE
@@ -1495,3 +1496,21 @@ def test_resuming_what_the_code_pauses_says_that_it_comes_again(bench, cli, give
     told = cli("resume", "mine", app=beat.app).output
 
     assert ("beat_schedule pauses it again when the next term of leadership begins" in told) == bool(given)
+
+
+def test_doctor_names_a_receiver_that_fails_while_the_app_is_configured(server, redis, tmp_path):
+    """That is before any part of this package is asked for: the celery command itself configures the app."""
+    code = f"""
+        from celery import Celery
+        app = Celery("failing", broker="{server.celery_url}")
+        app.conf.beat_scheduler = "singlebeat.Scheduler"
+
+        @app.on_after_configure.connect
+        def add(sender, **_):
+            raise KeyError("tenants")
+    """
+    (tmp_path / "failing.py").write_text(textwrap.dedent(code))
+    command = [sys.executable, "-m", "celery", "-A", "failing", "singlebeat", "doctor"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+
+    assert "and is not checked: a receiver of on_after_configure has failed: KeyError: 'tenants'" in done.stdout

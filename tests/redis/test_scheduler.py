@@ -2911,6 +2911,41 @@ def test_an_entry_that_leaves_beat_schedule_is_named_in_a_warning(server, redis,
     assert (line.levelname, "entry=gone" in line.message) == ("WARNING", True)
 
 
+def test_a_receiver_that_fails_takes_no_entry_out_of_the_schedule(
+    server, redis, bench_on, caplog, cli, no_worker_is_awaited
+):
+    """It may add entries that it reads from a database, which is away during a deploy."""
+    entry = {"task": PLAIN, "schedule": 3600}
+    bench = bench_on(server, beat_schedule={"kept": entry, "gone": entry})
+    before = bench.scheduler()
+    before.tick()
+    before.close()
+    failing = bench.new_app(beat_schedule={"kept": entry, "new": entry})
+    failing.finalized = False
+
+    @failing.on_after_finalize.connect(weak=False)
+    def add(**_):
+        raise ConnectionError("postgres://shop:hunter2@db is away")
+
+    failing.finalize()
+    scheduler = bench.scheduler(app=failing)
+    scheduler.tick()
+
+    assert {name for name in ("kept", "gone", "new") if redis.zscore(SCHEDULE, f"redbeat:{name}")} == {
+        "kept",
+        "gone",
+        "new",
+    }
+    why = "a receiver of on_after_finalize has failed: ConnectionError: postgres://shop:**@db is away"
+    (line,) = [each for each in caplog.records if "event=incomplete" in each.message]
+    assert (line.levelname, why in line.message) == ("ERROR", True)
+    for told in (cli("doctor", app=bench.app, code=1).output, cli("status", app=bench.app, code=None).output):
+        assert f"which leads, may lack entries of beat_schedule: {why}" in told
+    assert (
+        f"it may lack entries where doctor runs, and is not checked: {why}" in cli("doctor", app=failing, code=1).output
+    )
+
+
 def test_the_watchdog_hears_of_each_batch_of_beat_schedule(server, redis, bench_on, monkeypatch):
     entries = {f"e{at}": {"task": PLAIN, "schedule": 3600} for at in range(1001)}
     scheduler = bench_on(server, beat_schedule=entries).scheduler()

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ...config import Config
 from ...connections import RedisError
 from ...errors import EntryError
-from ...log import Log
+from ...failed_receivers import why_incomplete
+from ...log import Log, without_passwords
 from ...lua import Script, packed, script
 from ..keys import Keys
 from .author import BARE, PERMITTED, RECORD, Author
@@ -62,7 +63,8 @@ def _given(app: Celery) -> Mapping[str, Any]:
 
 
 def signature_of(app: Celery) -> Mapping[str, str]:
-    """Return the identity of an app's beats: its name, and the number and a digest of the entries in its code.
+    """Return the identity of an app's beats: its name, the number and a digest of the entries in its code, and why
+    entries may be missing there, if they may.
 
     The digest is of what a leader would store. An object that only the code can give counts as its mark.
     """
@@ -70,7 +72,9 @@ def signature_of(app: Celery) -> Mapping[str, str]:
     digest = hashlib.sha1(usedforsecurity=False)
     for name in sorted(given):
         digest.update(repr((name, *_as_stored(app, name, given[name]))).encode(errors="surrogatepass"))
-    return {"app": owner_of(app), "statics": f"{len(given)} {digest.hexdigest()[:8]}"}
+    about = {"app": owner_of(app), "statics": f"{len(given)} {digest.hexdigest()[:8]}"}
+    why = without_passwords(why_incomplete(app))
+    return {**about, "incomplete": why} if why else about
 
 
 def _as_stored(app: Celery, name: str, given: Any) -> tuple[str, str]:
@@ -129,6 +133,8 @@ class Statics:
     def keep(self, configured: Collection[str], stored: Collection[str]) -> None:
         """Remember which entries were stored from ``beat_schedule``, and park those that have left it.
 
+        None are parked if the code may have more, which a receiver that failed has not added.
+
         An entry of ``beat_schedule`` that could not be stored this time stays as it is. An entry that another app also
         has stays. Entries without a recorded owner (installed by RedBeat) count as ours, unless apps share the prefix
         on purpose: then they may be of another app, and another program may have removed the record.
@@ -137,6 +143,10 @@ class Statics:
         known: Collection[str] = self.client.smembers(self.keys.statics)
         unknown = () if is_shared else (self.owner,)
         gone = [name for name in set(known) - set(configured) if self.owner in owners.get(name, unknown)]
+        if gone and (why := why_incomplete(self.app)):
+            text = "beat: %(entries)d entries that beat_schedule has no more stay, because it may be incomplete"
+            log.error(text, event="incomplete", entries=len(gone), reason=without_passwords(why))
+            gone = []
         for at in range(0, len(gone), BATCH):
             self._park(gone[at : at + BATCH], owners)
         self._own([name for name in stored if name not in known or self.owner not in owners.get(name, ())], owners)

@@ -207,7 +207,7 @@ class Lease:
         self._since = self._since or since
         before, self._standby = self._standby, self._encode_standby(host, pid)
         before, ttl_ms = before if before != self._standby else "", round(self.ttl * 1000)
-        about = {name: self._about.get(name, "") for name in ("app", "statics", "version", "broker")}
+        about = {name: self._about.get(name, "") for name in ("app", "statics", "incomplete", "version", "broker")}
         self._record = {"host": host, "pid": pid, "since": since, "token": token, "lease_ms": ttl_ms, **about}
         args = (token, ttl_ms, self._last_token, self._standby, round(STAY * 1000), before, identity())
         self._token = token  # from now on the lock may hold it, even if no reply arrives

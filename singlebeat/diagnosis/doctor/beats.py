@@ -20,6 +20,8 @@ from ...beat.store.history import History
 from ...beat.store.probe import STANDBY, refuses_writes, schedule_refusal
 from ...config import Config
 from ...connections import RedisError, schedule_client
+from ...failed_receivers import why_incomplete
+from ...log import without_passwords
 from ..code import load_code, statics_here
 from ..facts import AGAIN, why_gone, why_outdated
 from ..leader import who
@@ -165,6 +167,12 @@ def _apps(app: Celery, schedule: Read) -> Iterator[Finding]:
                 text = f"the beat {beat['host']}, pid {beat['pid']}, which {role}, is of app {beat['app']}"
                 yield Finding("problem", about, f"{text}, not of {statics.owner}; {APART}")
     yield from _elsewhere(app, schedule, about)
+    yield from _code(app, schedule, statics, about)
+
+
+def _code(app: Celery, schedule: Read, statics: Statics, about: str) -> Iterator[Finding]:
+    """Check whether beats and this process have the same code, whole, and its entries are stored."""
+    state = schedule.state
     ours = [beat for beat, _ in state.beats if beat.get("app") == statics.owner]
     theirs = sorted({beat.get("statics", "") for beat in ours} - {""})
     if why := load_code(app):
@@ -172,6 +180,11 @@ def _apps(app: Celery, schedule: Read) -> Iterator[Finding]:
         remedy = "Mend that; a page imports them once, so start it again then"
         text = f"one cannot be imported where doctor runs, so {text}: {why}. {remedy}"
         yield Finding("warning", "modules of tasks", text)
+    if why := why_incomplete(app):
+        text = f"it may lack entries where doctor runs, and is not checked: {without_passwords(why)}"
+        yield Finding("warning", "beat_schedule", text)
+    for text in state.incomplete:
+        yield Finding("problem", "beat_schedule", text)
     here = statics_here(app) if theirs else ""
     differ = ""
     if len(theirs) > 1:
