@@ -79,6 +79,15 @@ class Delivery:
         return f"{text}, and {listed(sorted(self.silent))}, which may read it, does not answer" if self.silent else text
 
     @property
+    def unless_read(self) -> str:
+        """The condition of what is said of an unread queue, if a silent worker may read it; else empty.
+
+        A solo pool answers nothing while it runs a task, and a worker without remote control never does.
+        """
+        names = sorted(self.silent)
+        return f"unless {listed(names)} read{'s' * (len(names) == 1)} it, " * bool(names)
+
+    @property
     def way_out(self) -> str:
         """The number of messages in a queue that no worker reads, and the advice about them."""
         number = f"{self.messages} message{'s wait' if self.messages > 1 else ' waits'} there: " * bool(self.messages)
@@ -87,6 +96,8 @@ class Delivery:
                 f"{number}{self.left_alone}. An entry of this app whose lock is held by a message there runs again "
                 "once the lock is free: celery singlebeat unlock --force, with the id of the message's task"
             )
+        if self.silent:
+            return f"{number}{self.unless_read}start a worker with -Q {self.queue}"
         return (
             f"{number}start a worker with -Q {self.queue}. Or delete all messages there, those of other "
             f"entries, calls and apps, too, if none of them is wanted (celery purge -Q {self.queue}). Beat frees a "

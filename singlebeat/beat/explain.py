@@ -697,7 +697,7 @@ def _delivery(facts: Facts, delivery: Delivery, entry: Entry) -> Iterator[str]:
     if delivery.unread:
         hint = f"start a worker with -Q {delivery.queue}, or correct the queue of the entry, or task_routes"
         to_do = "" if facts.other_apps else f" To correct it: {hint}."
-        yield f"{_sentence(delivery.unread)}: messages wait there.{to_do}"
+        yield f"{_sentence(delivery.unread)}: {delivery.unless_read}messages wait there.{to_do}"
     elif wrong := delivery.without(entry.task):
         yield f"{_sentence(wrong)}."
     if delivery.full and _may_wait(facts) and not _full_holder(facts):

@@ -161,10 +161,13 @@ def test_a_silent_worker_is_named_with_the_queue_that_it_may_read(celery, app, d
     backend_of(app).announce(silent := worker_name(app, "silent@host"), ttl=3600)
 
     level, text = doctor(one_answers)["queue celery"]
+    explained = Tools(app).ask("explain", "nightly")
 
     backend_of(app).retire(silent)
     assert level == "warning"
     assert "no worker that answers reads queue celery (they read other), and silent@host, which may read it" in text
+    assert "does not answer: unless silent@host reads it, the runs of nightly wait there" in text
+    assert "does not answer: unless silent@host reads it, messages wait there" in explained
 
 
 def test_workers_without_singlebeat_and_with_another_version_are_named(celery, app, doctor, installed):

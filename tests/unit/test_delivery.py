@@ -46,6 +46,10 @@ def test_a_silent_worker_may_read_a_queue():
     delivery = Delivery.of("x", {"w": reader(queues="b")}, silent=["solo@host"])
 
     assert delivery.unread.endswith("(they read b), and solo@host, which may read it, does not answer")
+    one, two = (replace(delivery, silent=silent, messages=1) for silent in (["solo@host"], ["b", "a"]))
+    assert one.way_out == "1 message waits there: unless solo@host reads it, start a worker with -Q x"
+    assert two.unless_read == "unless a, b read it, "
+    assert "celery purge -Q x" in replace(one, silent=()).way_out
 
 
 def test_a_task_that_only_workers_of_other_queues_know_is_missing():

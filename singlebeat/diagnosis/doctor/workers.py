@@ -130,7 +130,8 @@ def _queues(app: Celery, schedule: Read, workers: Workers) -> Iterator[Finding]:
                 left_alone = replace(delivery, other_apps=apps).left_alone
                 advice = f"{left_alone[0].upper()}{left_alone[1:]}"
             text = (
-                f"{delivery.unread}: the runs of {listed(sorted(entry.name for entry in senders))} wait there. "
+                f"{delivery.unread}: {delivery.unless_read}the runs of "
+                f"{listed(sorted(entry.name for entry in senders))} wait there. "
                 f"{waiting_in(schedule, queue)}{advice}"
             )
             yield Finding("warning" if silent else "problem", f"queue {queue}", text)
