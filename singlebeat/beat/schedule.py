@@ -274,8 +274,8 @@ class Schedule:
             kind = str(self._client.type(key))
         return key, kind
 
-    def pause(self, name: str, note: str = "") -> None:
-        """Let an entry's times pass without a run.
+    def pause(self, name: str, note: str = "") -> str:
+        """Let an entry's times pass without a run; return the note that this replaces, of a pause that lasts.
 
         Args:
             note: the reason, for operators; if empty, the entry keeps its present note.
@@ -285,7 +285,9 @@ class Schedule:
             ConflictError: another process keeps changing the entry.
             EntryError: the entry's policy cannot be decoded.
         """
-        self._change_policy(name, {"paused": True, **({"note": note} if note else {})}, action="pause", note=note)
+        given = {"note": note} if note else {}
+        before = self._change_policy(name, {"paused": True, **given}, action="pause", note=note)
+        return before.note if note and before.paused and before.note != note else ""
 
     def resume(self, name: str) -> bool:
         """End a pause and remove its note; return whether the entry was paused. Passed times are not caught up.
@@ -293,12 +295,12 @@ class Schedule:
         Raises:
             UnknownEntryError, ConflictError, EntryError: as ``pause``.
         """
-        return self._change_policy(name, {"paused": False, "note": ""}, action="resume", ends_pause=True)
+        return self._change_policy(name, {"paused": False, "note": ""}, action="resume", ends_pause=True).paused
 
-    def pause_many(self, *, tag: str | None = None, note: str = "", until: datetime | None = None) -> None:
+    def pause_many(self, *, tag: str | None = None, note: str = "", until: datetime | None = None) -> Pause | None:
         """Let the times of many entries pass without a run; the entries themselves stay as they are.
 
-        A pause that lasts gets the new note and end.
+        A pause that lasts gets the new note and end; it is returned as it was.
 
         Args:
             tag: of the entries; None: all entries.
@@ -309,7 +311,7 @@ class Schedule:
             EntryError: the tag is blank, or ``until`` has passed or has no time zone.
             ConflictError: another process keeps changing the pause.
         """
-        pause_many(self._client, self.keys, self._now(), self.author, tag=tag, note=note, until=until)
+        return pause_many(self._client, self.keys, self._now(), self.author, tag=tag, note=note, until=until)
 
     def resume_many(self, *, tag: str | None = None) -> bool:
         """End a pause of ``pause_many``, and return whether there was one; times before now are not caught up.
@@ -712,8 +714,8 @@ class Schedule:
 
     def _change_policy(
         self, name: str, wishes: Mapping[str, Any], *, action: str, note: str = "", ends_pause: bool = False
-    ) -> bool:
-        """Change some options of an entry's policy, and nothing else in the entry; return whether it was paused.
+    ) -> EntryPolicy:
+        """Change some options of an entry's policy, and nothing else in the entry; return the policy before.
 
         Args:
             action: what this does to the entry, for the record of the change.
@@ -729,12 +731,12 @@ class Schedule:
             definition, _, policy, _ = found = fields[:4]
             stored = EntryPolicy.decode(policy or "")
             if ends_pause and not stored.paused:
-                return False
+                return stored
             meta, since, score = self._pass_times(name, fields) if ends_pause else _UNCHANGED
             wanted = (definition, meta, replace(stored, **wishes).encode(), since)
             row = (key, found, wanted, score)
             if write_fields(self._client, self.keys, [row], self.author, action=action, note=note)[0]:
-                return stored.paused
+                return stored
         raise ConflictError(f"entry {name!r} cannot be stored: another process keeps changing it; try again")
 
     def _pass_times(self, name: str, fields: StoredFields) -> _Past:

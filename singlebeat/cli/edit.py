@@ -315,16 +315,13 @@ def pause_(
     if name is not None:
         if until is not None:
             raise click.UsageError("--until needs --tag or --all")
-        found = entries.salvage(name).wishes
-        former = str(found.get("note", "")) if found.get("paused") and note else ""
-        entries.pause(name, note)
-        replaces = f"; this replaces the note of its pause: {former}" if former not in {"", note} else ""
-        done(as_json, f"{name}: paused{replaces}", name=name, paused=True)
+        former = entries.pause(name, note)
+        replaces = f"; this replaces the note of its pause: {former}" if former else ""
+        done(as_json, f"{name}: paused{replaces}", name=name, paused=True, replaced=former)
         return
     now = server_now(schedule_client(app), entries.keys.schedule)
-    before = next((pause for pause in entries.pauses() if pause.tag == tag), None)
     with _given_values():
-        entries.pause_many(tag=tag, note=note, until=None if until is None else _parse_until(until, now))
+        before = entries.pause_many(tag=tag, note=note, until=None if until is None else _parse_until(until, now))
     pause = next(pause for pause in entries.pauses() if pause.tag == tag)
     none = tag is not None and not entries.tags().get(tag)
     text = f"{pause}{'; no entry has this tag now' if none else ''}"

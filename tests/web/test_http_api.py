@@ -908,6 +908,22 @@ def test_a_resume_says_whether_the_entry_was_paused(client, schedule, e):
     assert client("POST", "/resume", name="e").json() == {"name": "e", "paused": False, "was_paused": False}
 
 
+def test_a_pause_says_what_it_replaces_of_another_user(client, schedule, e):
+    until = datetime(2999, 1, 1, tzinfo=UTC)
+    schedule.pause("e", "ann's")
+    schedule.pause_many(tag="t", note="ann's", until=until)
+
+    assert [
+        client("POST", "/pause", {"note": note}, name="e").json()["replaced"] for note in ("ann's", "", "bob's")
+    ] == [
+        "",
+        "",
+        "ann's",
+    ]
+    first, second = (client("POST", "/pause-many", {"tag": tag}).json()["replaced"] for tag in ("t", "u"))
+    assert (first["note"], datetime.fromisoformat(first["until"]), second) == ("ann's", until, None)
+
+
 def test_a_pause_of_many_is_ended_by_its_tag_alone(client, schedule, e):
     client("POST", "/pause-many", {"tag": "t", "note": "migration"})
 

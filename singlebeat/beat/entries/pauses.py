@@ -224,8 +224,8 @@ def pause_many(
     tag: str | None,
     note: str,
     until: datetime | None,
-) -> Pause:
-    """Pause all entries, or those with a tag; a pause that lasts is changed, and keeps its beginning.
+) -> Pause | None:
+    """Pause all entries, or those with a tag; a pause that lasts is changed, keeps its beginning, and is returned.
 
     Args:
         author: of this change, which is recorded.
@@ -244,14 +244,17 @@ def pause_many(
             "until out for a pause without an end"
         )
 
+    before: Pause | None = None
+
     def change(present: Pause | None) -> Pause:
+        nonlocal before
+        before = present
         if present is None:
             return Pause(tag, now, until, note, author.actor)
         return replace(present, until=until, note=note or present.note, by=author.actor)
 
-    changed = _change(client, keys, now, tag, change, (*author, "pause", note))
-    assert changed is not None  # noqa: S101 - for the type checker
-    return changed
+    _change(client, keys, now, tag, change, (*author, "pause", note))
+    return before
 
 
 def resume_many(client: RedisClient, keys: Keys, now: datetime, author: Author, *, tag: str | None) -> bool:

@@ -183,8 +183,8 @@ def run(call: Call) -> Result:
 
 def pause(call: Call) -> Result:
     """Pause an entry."""
-    call.schedule.pause(call.name, call.given["note"] or "")
-    return Result({"name": call.name, "paused": True})
+    replaced = call.schedule.pause(call.name, call.given["note"] or "")
+    return Result({"name": call.name, "paused": True, "replaced": replaced})
 
 
 def resume(call: Call) -> Result:
@@ -201,8 +201,9 @@ def pauses(call: Call) -> Result:
 def pause_many(call: Call) -> Result:
     """Pause all entries, or those with a tag."""
     tag = _selected(call)
-    call.schedule.pause_many(tag=tag, note=call.given["note"] or "", until=call.given["until"])
-    return pauses(call)
+    before = call.schedule.pause_many(tag=tag, note=call.given["note"] or "", until=call.given["until"])
+    replaced = None if before is None else asdict(before)
+    return Result({"pauses": pauses(call).value["pauses"], "replaced": replaced})
 
 
 def resume_many(call: Call) -> Result:
