@@ -123,6 +123,11 @@ EVENTS: Mapping[str, Event] = {
         "An entry has left ``beat_schedule`` and is removed; it is kept for seven days. A run of it that is not sent "
         "yet waits as ``reason`` says.",
     ),
+    "incomplete": Event(
+        (ERROR,),
+        "A receiver of one of the app's signals has failed (``reason``), as of ``on_after_configure``, so that "
+        "``beat_schedule`` may lack entries: those that it has no more stay.",
+    ),
     "entry_back": Event((INFO,), "An entry is in ``beat_schedule`` again, and has its past and its pause back."),
     "field_ignored": Event((WARNING,), "A definition has a field that no beat knows: ``reason``."),
     "place_corrected": Event(

@@ -913,13 +913,8 @@ def test_a_pause_says_what_it_replaces_of_another_user(client, schedule, e):
     schedule.pause("e", "ann's")
     schedule.pause_many(tag="t", note="ann's", until=until)
 
-    assert [
-        client("POST", "/pause", {"note": note}, name="e").json()["replaced"] for note in ("ann's", "", "bob's")
-    ] == [
-        "",
-        "",
-        "ann's",
-    ]
+    answers = [client("POST", "/pause", {"note": note}, name="e").json() for note in ("ann's", "", "bob's")]
+    assert [answer["replaced"] for answer in answers] == ["", "", "ann's"]
     first, second = (client("POST", "/pause-many", {"tag": tag}).json()["replaced"] for tag in ("t", "u"))
     assert (first["note"], datetime.fromisoformat(first["until"]), second) == ("ann's", until, None)
 
