@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
+
+from kombu.utils.encoding import safe_repr
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -21,13 +25,12 @@ def note_failed_receivers() -> None:
 
 
 def _note(record: logging.LogRecord) -> bool:
-    exc = record.exc_info[1] if record.exc_info else None
-    if exc is not None and exc.__traceback__ is not None:
-        sending = exc.__traceback__.tb_frame.f_locals  # of ``Signal.send``, which has caught the error
-        name, app = str(getattr(sending.get("self"), "name", "")), sending.get("sender")
-        if name.startswith("app.") and app is not None:
+    with suppress(Exception):  # Celery expects none here
+        _, exc, traceback = record.exc_info or sys.exc_info()
+        sending = traceback.tb_frame.f_locals if traceback is not None else {}  # of ``Signal.send``, which caught it
+        if (name := str(sending["self"].name)).startswith("app."):
             name = name.removeprefix("app.")
-            _failed.setdefault(app, f"a receiver of {name} has failed: {type(exc).__name__}: {exc}")
+            _failed.setdefault(sending["sender"], f"a receiver of {name} has failed: {safe_repr(exc)}")
     return True
 
 

@@ -2936,7 +2936,7 @@ def test_a_receiver_that_fails_takes_no_entry_out_of_the_schedule(
         "gone",
         "new",
     }
-    why = "a receiver of on_after_finalize has failed: ConnectionError: postgres://shop:**@db is away"
+    why = "a receiver of on_after_finalize has failed: ConnectionError('postgres://shop:**@db is away')"
     (line,) = [each for each in caplog.records if "event=incomplete" in each.message]
     assert (line.levelname, why in line.message) == ("ERROR", True)
     for told in (cli("doctor", app=bench.app, code=1).output, cli("status", app=bench.app, code=None).output):

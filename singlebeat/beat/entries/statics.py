@@ -144,7 +144,7 @@ class Statics:
         unknown = () if is_shared else (self.owner,)
         gone = [name for name in set(known) - set(configured) if self.owner in owners.get(name, unknown)]
         if gone and (why := why_incomplete(self.app)):
-            text = "beat: %(entries)d entries that beat_schedule has no more stay, because it may be incomplete"
+            text = "beat: Entries that beat_schedule has no more stay, because it may be incomplete"
             log.error(text, event="incomplete", entries=len(gone), reason=without_passwords(why))
             gone = []
         for at in range(0, len(gone), BATCH):
