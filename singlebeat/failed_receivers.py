@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import sys
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from celery.utils.dispatch import Signal
 from kombu.utils.encoding import safe_repr
 
 if TYPE_CHECKING:
@@ -18,20 +17,27 @@ __all__ = ("note_failed_receivers", "why_incomplete")
 #: The first failure of each app, in words.
 _failed: WeakKeyDictionary[Celery, str] = WeakKeyDictionary()
 
+_send = Signal.send
+
 
 def note_failed_receivers() -> None:
-    """Note from now on which receivers fail. Celery logs that, most often before a program has set up its log."""
-    logging.getLogger("celery.utils.dispatch.signal").addFilter(_note)
+    """Note from now on which receivers of apps fail.
+
+    Celery itself drops what ``Signal.send`` returns about that. It only logs it, and not where a log is set up so that
+    it disables the loggers that exist, which is the default of ``logging.config``.
+    """
+    Signal.send = _send_and_note
 
 
-def _note(record: logging.LogRecord) -> bool:
-    with suppress(Exception):  # Celery expects none here
-        _, exc, traceback = record.exc_info or sys.exc_info()
-        sending = traceback.tb_frame.f_locals if traceback is not None else {}  # of ``Signal.send``, which caught it
-        if (name := str(sending["self"].name)).startswith("app."):
-            name = name.removeprefix("app.")
-            _failed.setdefault(sending["sender"], f"a receiver of {name} has failed: {safe_repr(exc)}")
-    return True
+@wraps(_send)
+def _send_and_note(self: Signal, sender: Any, **named: Any) -> Any:
+    replies = _send(self, sender, **named)
+    if str(self.name).startswith("app."):
+        for _, reply in replies:
+            if isinstance(reply, Exception):
+                why = f"a receiver of {self.name.removeprefix('app.')} has failed: {safe_repr(reply)}"
+                _failed.setdefault(sender, why)
+    return replies
 
 
 def why_incomplete(app: Celery) -> str:

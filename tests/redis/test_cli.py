@@ -1501,7 +1501,9 @@ def test_resuming_what_the_code_pauses_says_that_it_comes_again(bench, cli, give
 def test_doctor_names_a_receiver_that_fails_while_the_app_is_configured(server, redis, tmp_path):
     """That is before any part of this package is asked for: the celery command itself configures the app."""
     code = f"""
+        import logging.config
         from celery import Celery
+        logging.config.dictConfig({{"version": 1}})  # disables the loggers of Celery
         app = Celery("failing", broker="{server.celery_url}")
         app.conf.beat_scheduler = "singlebeat.Scheduler"
 
