@@ -125,8 +125,8 @@ EVENTS: Mapping[str, Event] = {
     ),
     "incomplete": Event(
         (ERROR,),
-        "A receiver of one of the app's signals has failed (``reason``), as of ``on_after_configure``, so that "
-        "``beat_schedule`` may lack entries: those that it has no more stay.",
+        "A receiver of ``on_after_configure`` or the like has failed (``reason``), so that ``beat_schedule`` may lack "
+        "entries: those that it has no more stay.",
     ),
     "entry_back": Event((INFO,), "An entry is in ``beat_schedule`` again, and has its past and its pause back."),
     "field_ignored": Event((WARNING,), "A definition has a field that no beat knows: ``reason``."),

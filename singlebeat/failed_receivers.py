@@ -1,4 +1,4 @@
-"""Receivers of an app's own signals that have failed: Celery goes on without what they add to ``beat_schedule``."""
+"""Receivers of an app's or a beat's signals that have failed: Celery goes on without what they add to its schedule."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from celery import Celery
 
 __all__ = ("note_failed_receivers", "why_incomplete")
+
+#: The signals whose receivers add entries to ``beat_schedule``.
+SIGNALS = frozenset({"on_configure", "on_after_configure", "on_after_finalize", "beat_init", "beat_embedded_init"})
 
 #: The first failure of each app, in words.
 _failed: WeakKeyDictionary[Celery, str] = WeakKeyDictionary()
@@ -32,11 +35,12 @@ def note_failed_receivers() -> None:
 @wraps(_send)
 def _send_and_note(self: Signal, sender: Any, **named: Any) -> Any:
     replies = _send(self, sender, **named)
-    if str(self.name).startswith("app."):
-        for _, reply in replies:
-            if isinstance(reply, Exception):
-                why = f"a receiver of {self.name.removeprefix('app.')} has failed: {safe_repr(reply)}"
-                _failed.setdefault(sender, why)
+    name = str(self.name).removeprefix("app.")
+    for receiver, reply in replies if name in SIGNALS else ():
+        # RedBeat's own fails for every scheduler but RedBeat's, and adds nothing.
+        if isinstance(reply, Exception) and not str(getattr(receiver, "__module__", "")).startswith("redbeat"):
+            app = sender.app if name.startswith("beat") else sender
+            _failed.setdefault(app, f"a receiver of {name} has failed: {safe_repr(reply)}")
     return replies
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from .entries.entry import Entry
 
-__all__ = ("PREFETCH", "Busy", "Delivery", "Reader", "queue_of")
+__all__ = ("PREFETCH", "Busy", "Delivery", "Reader", "queue_of", "unless")
 
 #: What keeps messages away from workers that have no free slot, in words.
 PREFETCH = (
@@ -80,12 +80,8 @@ class Delivery:
 
     @property
     def unless_read(self) -> str:
-        """The condition of what is said of an unread queue, if a silent worker may read it; else empty.
-
-        A solo pool answers nothing while it runs a task, and a worker without remote control never does.
-        """
-        names = sorted(self.silent)
-        return f"unless {listed(names)} read{'s' * (len(names) == 1)} it, " * bool(names)
+        """The condition of what is said of an unread queue, if a silent worker may read it; else empty."""
+        return unless(self.silent, "read")
 
     @property
     def way_out(self) -> str:
@@ -167,6 +163,14 @@ class Delivery:
         """How many tasks all readers can run at once, 0 if unknown."""
         slots = [worker.slots or 0 for worker in self.readers.values()]
         return sum(slots) if all(slots) else 0
+
+
+def unless(workers: Collection[str], verb: str) -> str:
+    """Return the condition of what is said of workers, if silent ones may be others: "unless w1 reads it, "; or empty.
+
+    A solo pool answers nothing while it runs a task, and a worker without remote control never does.
+    """
+    return f"unless {listed(sorted(workers))} {verb}{'s' * (len(workers) == 1)} it, " * bool(workers)
 
 
 def listed(names: Collection[str]) -> str:

@@ -19,7 +19,7 @@ from ..overlap import Overlap
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, RESULT_NOT_STORED
 from .calendar.clocked import comes_once
 from .calendar.words import span
-from .delivery import PREFETCH, listed
+from .delivery import PREFETCH, listed, unless
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
 from .silence import NOT_RECORDED, expiry_of
@@ -682,10 +682,12 @@ def _task(facts: Facts, entry: Entry) -> Iterator[str]:
         yield "No worker answers." if facts.is_asked else UNASKED
     elif known is not None and entry.task not in known:
         near = difflib.get_close_matches(entry.task, known, n=1)
-        unknown = f"No worker that answers knows the task {entry.task}: a worker that gets the message drops it."
+        silent = facts.delivery.silent if facts.delivery is not None else ()
+        unknown = f"No worker that answers knows the task {entry.task}: {unless(silent, 'know')}"
+        unknown += "a worker that gets the message drops it."
         hint = f" Did you mean {near[0]}?" if near else ""
         hint += " Correct the name in the entry, or start a worker that has the task."
-        yield unknown if facts.other_apps else f"{unknown}{hint}"
+        yield unknown if facts.other_apps or silent else f"{unknown}{hint}"
     elif facts.delivery is not None:
         yield from _delivery(facts, facts.delivery, entry)
 

@@ -735,6 +735,22 @@ def test_a_task_that_is_gone_is_a_problem_only_where_it_will_be_sent(findings, b
     assert found == levels
 
 
+def test_a_task_that_only_a_silent_worker_may_know_is_a_warning(findings, bench, cli, monkeypatch):
+    """A solo pool answers nothing while it runs a task."""
+    reader = Reader(frozenset({"celery"}), frozenset({"another"}), 1, ())
+    monkeypatch.setattr(Workers, "ask", lambda _: answering(w1=reader))
+    bench.put()
+    backend_of(bench.app).announce(worker_name(bench.app, "solo@host"), ttl=60)
+
+    (told,) = findings("entry e")
+
+    unless = "unless solo@host knows it, a worker that gets the message drops it"
+    assert told == ("warning", f"no worker that answers knows its task {APP}.plain: {unless}")
+    explained = cli("explain", "e").output
+    assert unless in explained
+    assert "Correct the name" not in explained
+
+
 @pytest.mark.parametrize("is_on", [True, False])
 def test_workers_that_answer_no_questions_by_their_settings_are_no_problem(app, findings, bench, monkeypatch, is_on):
     """A run that has just ended does not show that its worker still lives; one that runs has no worker that ends."""

@@ -2911,8 +2911,9 @@ def test_an_entry_that_leaves_beat_schedule_is_named_in_a_warning(server, redis,
     assert (line.levelname, "entry=gone" in line.message) == ("WARNING", True)
 
 
+@pytest.mark.parametrize("signal_name", ["on_after_finalize", "beat_init"])
 def test_a_receiver_that_fails_takes_no_entry_out_of_the_schedule(
-    server, redis, bench_on, caplog, cli, no_worker_is_awaited
+    server, redis, bench_on, caplog, cli, no_worker_is_awaited, signal_name
 ):
     """It may add entries that it reads from a database, which is away during a deploy."""
     entry = {"task": PLAIN, "schedule": 3600}
@@ -2923,27 +2924,24 @@ def test_a_receiver_that_fails_takes_no_entry_out_of_the_schedule(
     failing = bench.new_app(beat_schedule={"kept": entry, "new": entry})
     failing.finalized = False
 
-    @failing.on_after_finalize.connect(weak=False)
     def add(**_):
         raise ConnectionError("postgres://shop:hunter2@db is away")
 
-    failing.finalize()
-    scheduler = bench.scheduler(app=failing)
+    with connected(beat_init if signal_name == "beat_init" else failing.on_after_finalize, add):
+        failing.finalize()
+        scheduler = bench.scheduler(app=failing)
+        beat_init.send(sender=Service(failing))
     scheduler.tick()
 
-    assert {name for name in ("kept", "gone", "new") if redis.zscore(SCHEDULE, f"redbeat:{name}")} == {
-        "kept",
-        "gone",
-        "new",
-    }
-    why = "a receiver of on_after_finalize has failed: ConnectionError('postgres://shop:**@db is away')"
+    names = ("kept", "gone", "new")
+    assert [name for name in names if redis.zscore(SCHEDULE, f"redbeat:{name}")] == [*names]
+    why = f"a receiver of {signal_name} has failed: ConnectionError('postgres://shop:**@db is away')"
     (line,) = [each for each in caplog.records if "event=incomplete" in each.message]
     assert (line.levelname, why in line.message) == ("ERROR", True)
     for told in (cli("doctor", app=bench.app, code=1).output, cli("status", app=bench.app, code=None).output):
         assert f"which leads, may lack entries of beat_schedule: {why}" in told
-    assert (
-        f"it may lack entries where doctor runs, and is not checked: {why}" in cli("doctor", app=failing, code=1).output
-    )
+    here = f"it may lack entries where doctor runs, and is not checked: {why}"
+    assert here in cli("doctor", app=failing, code=1).output
 
 
 def test_the_watchdog_hears_of_each_batch_of_beat_schedule(server, redis, bench_on, monkeypatch):

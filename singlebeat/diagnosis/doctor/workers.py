@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ... import __version__
-from ...beat.delivery import PREFETCH, Delivery, listed, queue_of
+from ...beat.delivery import PREFETCH, Delivery, listed, queue_of, unless
 from ...beat.entries.statics import owner_of
 from ...beat.server_time import DIFFERS_FROM, UNFIT_FROM
 from ...beat.status import counted
@@ -83,16 +83,18 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
     if schedule.error is not None:
         return
     yield from _clocks(app, workers)
+    silent = silent_workers(app, workers) if wrong is None else ()
     if schedule.state.is_led_by(owner_of(app)):
-        yield from _queues(app, schedule, workers)
+        yield from _queues(app, schedule, workers, silent)
     now = datetime.fromtimestamp(schedule.state.now, UTC)
     for entry in schedule.usable:
         if entry.task not in known and entry.enabled and not why_over(entry, now):
-            text = f"no worker that answers knows its task {entry.task}: a worker that gets the message drops it"
+            text = f"no worker that answers knows its task {entry.task}: {unless(silent, 'know')}"
+            text += "a worker that gets the message drops it"
             if apps := schedule.foreign.get(entry.name):
                 text += f". It is an entry of app {listed(apps)}: leave it to that app"
             is_paused = entry.policy.paused  # it sends none until it is resumed
-            yield Finding("warning" if is_paused else "problem", f"entry {entry.name}", text)
+            yield Finding("warning" if is_paused or silent else "problem", f"entry {entry.name}", text)
 
 
 def _namesakes(workers: Workers) -> Iterator[Finding]:
@@ -115,13 +117,13 @@ def _unreachable(app: Celery, schedule: Read) -> Finding:
     return Finding("problem", f"broker {place}", text)
 
 
-def _queues(app: Celery, schedule: Read, workers: Workers) -> Iterator[Finding]:
+def _queues(app: Celery, schedule: Read, workers: Workers, silent: Sequence[str]) -> Iterator[Finding]:
     """Check for queues of entries that no worker reads, or whose workers lack a task or have no free slot."""
     by_queue: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in schedule.usable:
         if entry.enabled and (queue := queue_of(app, entry)):
             by_queue[queue].append(entry)
-    now, silent = datetime.now(UTC), () if schedule.locks_error else silent_workers(app, workers)
+    now = datetime.now(UTC)
     for queue, senders in by_queue.items():
         delivery = Delivery.of(queue, workers.readers, silent)
         if delivery.unread:
