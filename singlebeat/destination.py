@@ -45,9 +45,16 @@ def are_by_others(owner: object, method: str) -> Iterator[bool]:
 
 
 @contextmanager
-def noting_queues(task_id: str) -> Iterator[list[str]]:
-    """Yield a list that gets the queues of the messages that are sent meanwhile under a task id, as they are known."""
+def noting_queues(app: Celery, task: object, task_id: str) -> Iterator[list[str]]:
+    """Yield a list that gets the queue of a message that is sent meanwhile, if code of the user may choose it.
+
+    Args:
+        task_id: of the message.
+    """
     queues: list[str] = []
+    if not is_sent_by_others(app, task):
+        yield queues
+        return
 
     def note_queue(
         headers: Mapping[str, Any] | None = None,

@@ -19,7 +19,7 @@ from kombu import Producer
 from kombu.exceptions import OperationalError
 
 from ..broker import broker_errors
-from ..destination import is_sent_by_others, noting_queues
+from ..destination import noting_queues
 from ..errors import LockBackendError
 from ..log import Log
 from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, Marker, collecting, size, takes_outbox
@@ -124,10 +124,9 @@ def send_call(
 
 def _publish_noted(task: LockableTask, plan: Plan, granted: Granted, publish: Callable[[], AsyncResult]) -> AsyncResult:
     """Send a call that has acquired its lock; if code of the user chooses its queue, note in the lock which it was."""
-    is_noted = plan.is_of_beat or not is_sent_by_others(task.app, task)
-    if granted.lock is None or plan.call is None or is_noted:
+    if granted.lock is None or plan.call is None or plan.is_of_beat:  # beat notes it itself
         return publish()
-    with noting_queues(plan.ticket.task_id) as queues:
+    with noting_queues(task.app, task, plan.ticket.task_id) as queues:
         result = publish()
     if queues:
         with suppress(LockBackendError):  # the note is for the search for lost messages alone

@@ -17,6 +17,7 @@ from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery import Task, states
+from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.signals import task_postrun
 from celery.utils.quorum_queues import detect_quorum_queues
@@ -27,15 +28,17 @@ from kombu.utils.encoding import safe_repr
 from .. import signals
 from ..broker import BlockedError, ConfirmingSender, own_broker
 from ..config import Config
+from ..destination import noting_queues
 from ..errors import LockBackendError, UnusableLockError
 from ..locks import backend_of, seconds_until
-from ..locks.acquire import note_of_broker, suspect
+from ..locks.acquire import note, note_of_broker, suspect
 from ..locks.base import (
     HEADER,
     LONGEST_WAIT,
     MOST_WAITS,
     RUN_HEADER,
     Holder,
+    Ref,
     Renewal,
     Ticket,
     Verdict,
@@ -53,7 +56,6 @@ from .renewer import GATE_PAUSE, has_renewer, renewer_of
 
 if TYPE_CHECKING:
     from celery import Celery
-    from celery.app.task import Context
 
     from ..locks.key import Arguments, NamedArguments
 
@@ -86,8 +88,11 @@ UNTOLD_WAIT = 0.03
 PATIENCE, RETRY_AFTER = 60.0, 0.5
 
 
-#: Where a request keeps the body of its message: as bytes or text, its content type, and its encoding.
+#: Where the request of a Singleton keeps the body of its message: as bytes or text, its content type, its encoding.
 BODY = "singlebeat_body"
+
+# Celery takes what a request does not know for headers, which each retry passes on.
+setattr(Context, BODY, None)
 
 
 class Postponed(Ignore):  # type: ignore[misc]
@@ -563,11 +568,16 @@ def _send_again(
         Task.apply_async(task, signature.args, signature.kwargs, **{**signature.options, "headers": made, **options})
 
     # All headers: with Sentry, ``request.headers`` holds only some of them.
-    with same_trace(vars(request)):
+    with same_trace(vars(request)), noting_queues(task.app, task, ticket.task_id) as queues:
         if sender is None:
             publish()
         else:
             sender.send(publish)
+    if ticket.queued and queues:
+        place = Ref(ticket.queued, ticket.task_id, ticket.generation)
+        told = note(place, broker=own_broker(task.app), delay=countdown, queue=queues[-1])
+        with suppress(LockBackendError):  # the note is for the search for lost messages alone
+            backend_of(task.app).note_sent({place: told}, lease=0)
 
 
 def _arguments_of_message(app: Celery, request: Context) -> tuple[Any, Any]:
@@ -575,7 +585,7 @@ def _arguments_of_message(app: Celery, request: Context) -> tuple[Any, Any]:
 
     Those of the request may have been changed meanwhile, by receivers of ``task_prerun`` and by ``before_start``.
     """
-    body, content_type, encoding = vars(request).get(BODY) or (None, None, None)
+    body, content_type, encoding = getattr(request, BODY) or (None, None, None)
     if not content_type:  # decoded already: a message of protocol 1
         return request.args, request.kwargs
     args, kwargs, _ = loads(body, content_type, encoding, accept=prepare_accept_content(app.conf.accept_content))

@@ -249,7 +249,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
         if self.ticket is not None:
             # The nonce goes with the request to the process that runs the task: both processes can name this run.
             self.request_dict[HEADER] = self.ticket.header()
-            self.request_dict[BODY] = self.body, self.content_type, self.content_encoding
+            if self._has_own_gate:  # receivers and hooks come first, and may change the arguments
+                self.request_dict[BODY] = self.body, self.content_type, self.content_encoding
             self._shorten_pause(self.ticket, datetime.now(UTC))
             renewer_of(self.app).track(self)
 

@@ -58,13 +58,13 @@ def hand_over_and_send(
             promised = False
             about = {"task": task.name, "id": run.task_id, "reason": exc}
             log.warning("%(task)s[%(id)s] goes on without its lock", event="unlocked", **about)
-        with noting_queues(run.task_id) as queues:
+        with noting_queues(task.app, task, run.task_id) as queues:
             sent = publish(headers={**without_deaths(options.get("headers")), HEADER: successor.header()})
     except BaseException:
         if promised:
             _take_back(task.app, run, successor)
         raise
-    if promised and queues and "queue" not in where:  # code of the user has chosen it just then
+    if promised and queues:
         told = note(successor.run, broker=own_broker(task.app), delay=delay, queue=queues[-1])
         with suppress(LockBackendError):  # the note is for the search for lost messages alone
             backend.promise(run.run, to=successor.run, ttl=ttl, note=told)

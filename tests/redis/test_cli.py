@@ -1147,9 +1147,9 @@ def test_doctor_takes_a_result_backend_that_hangs_for_why_slots_are_full(server,
     workers = Workers({}, {}, {}, {"w": Reader(frozenset({"celery"}), frozenset({"app.task"}), 1, busy)}, {}, (0, 0))
     with apart(server, own_server.celery_url) as app:
         Entry("e", "app.task", schedule(60), app=app).save()
-        (before,) = _queues(app, Read(app), workers)
+        (before,) = _queues(app, Read(app), workers, ())
         own_server.pause()
-        (after,) = _queues(app, Read(app), workers)
+        (after,) = _queues(app, Read(app), workers, ())
 
     assert "Start more workers" in before.text
     assert (

@@ -51,7 +51,7 @@ from singlebeat.locks.modes import LockMode
 from singlebeat.locks.redis import RedisBackend
 from singlebeat.run_results import MESSAGE_LOST, RAN_ELSEWHERE, flush_ends
 from singlebeat.server_errors import is_denied
-from singlebeat.tasks.gate import Postponed, Refused, Unsent, postpone
+from singlebeat.tasks.gate import BODY, Postponed, Refused, Unsent, postpone
 from singlebeat.tasks.renewer import GATE_PAUSE, renewer_of
 from singlebeat.tasks.request import REAPED_AFTER, Request
 from singlebeat.tasks.succession import let_retries_keep_lock
@@ -140,7 +140,7 @@ class Marks(Singleton):
 
 
 @pytest.mark.parametrize("compression", [None, "gzip"])
-def test_a_call_that_waits_is_sent_again_as_it_came(app, deliver, compression):
+def test_a_call_that_waits_is_sent_again_as_it_came(app, deliver, redis, compression):
     """A receiver takes the tenant out of the arguments, for example, and would not find it at the next try."""
     tenants, ran = list[str](), list[Any]()
 
@@ -162,11 +162,56 @@ def test_a_call_that_waits_is_sent_again_as_it_came(app, deliver, compression):
     with connected(task_prerun, take_tenant):
         for _ in range(3):
             started(deliver(task))
+        assert BODY not in json.loads(redis.lindex("celery", 0))["headers"]
         backend_of(app).finish_many([other], remember_for=60)
         started(deliver(task))
 
     assert tenants == ["acme"] * 4
     assert ran == [("a", ["before_start"])]
+
+
+@pytest.mark.parametrize("base", [Singleton, None])
+def test_no_body_goes_into_the_headers_of_a_retry(app, deliver, redis, base):
+    """RabbitMQ closes a connection over which a header of more than 128 kB comes."""
+    seen = list[Any]()
+
+    def retries(self: Any, text: str) -> None:
+        seen.append(self.request.headers)
+        raise self.retry(countdown=0)
+
+    task = app.task(retries, name="app.retries", bind=True, base=base, shared=False)
+    headers = {} if base else {HEADER: {"id": "a", "key": "SINGLETONLOCK_a"}}
+    task.apply_async(["secret"], task_id="a", headers={**headers, "of": "mine"})
+
+    started(deliver(task))
+
+    (sent,) = (json.loads(message)["headers"] for message in queued(redis))
+    assert '[["secret"]' not in str(sent)
+    assert '[["secret"]' not in str(seen)
+    assert (sent["of"], seen[0]["of"]) == ("mine", "mine")
+
+
+def test_a_call_that_waits_notes_the_queue_of_each_try(app, deliver, redis):
+    """An own ``send_task`` may choose another one by the time of day, or in another release."""
+    send_task = app.send_task
+
+    def send_elsewhere(*args: Any, **options: Any) -> AsyncResult:
+        return send_task(*args, **{**options, "queue": "elsewhere"})
+
+    task = task_of(app, overlap="buffer_one")
+    first, waiting = task.delay("a"), uuid()
+    request = deliver(task)
+    backend_of(app).begin(request.ticket.run, lease=60, remember_for=60, task=task.name, arguments="")
+    task.apply_async(["a"], task_id=waiting)
+    app.send_task = send_elsewhere
+
+    started(deliver(task))
+
+    lock = task.generate_lock(task.name, ["a"])
+    assert redis.hget(lock, "id") == first.id
+    place = redis.hgetall(behind_key(lock))
+    assert (place["id"], json.loads(place["sent"])["queue"]) == (waiting, "elsewhere")
+    assert redis.llen("elsewhere") == 1
 
 
 def test_a_call_that_runs_in_a_batch_frees_its_lock_with_its_message(app, deliver, redis):
