@@ -106,11 +106,14 @@ def a_message_of_a_killed_worker(stage: Stage) -> None:
 
 
 def calls_that_wait_for_their_turn(stage: Stage) -> None:
-    """They run one after the other; early acknowledgement leaves them nowhere but in the message that is sent again."""
+    """They run one after the other; early acknowledgement leaves them nowhere but in the message that is sent again.
+
+    Their bodies are larger than a frame of RabbitMQ, into which all headers of a message must fit.
+    """
     stage.start("worker", "-c", "4").ready()
     with stage.app() as app:
-        in_turn = app.tasks[IN_TURN]
-        calls = [in_turn.delay("one", seconds=60) for _ in range(3)]
+        in_turn, never = app.tasks[IN_TURN], app.tasks[f"{APP}.plain"].si("x" * 200_000)
+        calls = [in_turn.apply_async(["one"], {"seconds": 60}, link_error=never) for _ in range(3)]
         for count in (1, 2, 3):
             stage.oracle.wait_started(count, "one", timeout=60)
             stage.oracle.let_go("one")
