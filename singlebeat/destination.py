@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from celery.app.routes import MapRoute
@@ -19,7 +20,16 @@ if TYPE_CHECKING:
     from .locks.base import Options
     from .locks.key import Arguments, NamedArguments
 
-__all__ = ("are_by_others", "is_sent_by_others", "noting_queues", "queue_of_call", "queue_reached", "reaches_all")
+__all__ = (
+    "Sent",
+    "are_by_others",
+    "id_of_message",
+    "is_sent_by_others",
+    "queue_of_call",
+    "queue_reached",
+    "reaches_all",
+    "seeing_sent",
+)
 
 #: The kinds of exchanges that pass a message on to each queue that is bound with its very routing key.
 PLAIN_KINDS = ("direct", "topic", "fanout")
@@ -44,33 +54,48 @@ def are_by_others(owner: object, method: str) -> Iterator[bool]:
             yield kind.__module__.partition(".")[0] not in {"celery", "singlebeat"}
 
 
-@contextmanager
-def noting_queues(app: Celery, task: object, task_id: str) -> Iterator[list[str]]:
-    """Yield a list that gets the queue of a message that is sent meanwhile, if code of the user may choose it.
+@dataclass
+class Sent:
+    """What was seen of the sending of a message by code of the user, if that may choose its queue."""
 
-    Args:
-        task_id: of the message.
-    """
-    queues: list[str] = []
-    if not is_sent_by_others(app, task):
-        yield queues
+    by_others: bool
+    queues: list[str] = field(default_factory=list)  #: that it went to, the last one last; empty if not by others
+
+    @property
+    def is_unsent(self) -> bool:
+        """Whether code of the user has sent no message under this task id: none at all, or one under another id."""
+        return self.by_others and not self.queues
+
+
+def id_of_message(headers: Mapping[str, object], body: object) -> str:
+    """Return the task id of a message that receivers of ``before_task_publish`` get; protocol 1 has it in the body."""
+    return str(headers.get("id") or (body.get("id") if isinstance(body, Mapping) else ""))
+
+
+@contextmanager
+def seeing_sent(app: Celery, task: object, task_id: str) -> Iterator[Sent]:
+    """Yield what is seen of the message that is sent meanwhile under a task id."""
+    sent = Sent(is_sent_by_others(app, task))
+    if not sent.by_others:
+        yield sent
         return
 
-    def note_queue(
+    def note(
+        body: object = None,
         headers: Mapping[str, Any] | None = None,
         declare: Sequence[object] | None = None,
         exchange: object = None,
         routing_key: str = "",
         **_: object,
     ) -> None:
-        if (headers or {}).get("id") == task_id:
-            queues.append(queue_reached(exchange, routing_key, (declare or [None])[0]))
+        if id_of_message(headers or {}, body) == task_id:
+            sent.queues.append(queue_reached(exchange, routing_key, (declare or [None])[0]))
 
-    before_task_publish.connect(note_queue, weak=False)
+    before_task_publish.connect(note, weak=False)
     try:
-        yield queues
+        yield sent
     finally:
-        before_task_publish.disconnect(note_queue)
+        before_task_publish.disconnect(note)
 
 
 def queue_reached(exchange: object, routing_key: str | None, queue: object) -> str:

@@ -23,9 +23,11 @@ LONGEST_REASON = 200
 LONGEST_LINE = 10_000
 
 #: Matches from ``://user:`` to the last @ before a blank. If a password has a blank, it matches to the last @ of the
-#: line; a port after the colon is no password. A user name may have ``@`` and ``/``, and JSON may escape slashes.
+#: line; a port after the colon is no password. A user name may have ``@`` and ``/``, and JSON may escape slashes. And
+#: what follows ``password=``, in the query of a URL or in what libpq takes.
 _PASSWORD = re.compile(
-    r"""(:\\{0,9}/\\{0,9}/[^:\s]*):(?:\S*@|(?!\d{1,5}(?:[/?\s'")\]},;.]|$)).*@)|(?i:(?<=[?&]password=))[^&\s'"]+"""
+    r"""(:\\{0,9}/\\{0,9}/[^:\s]*):(?:\S*@|(?!\d{1,5}(?:[/?\s'")\]},;.]|$)).*@)"""
+    r"""|(?i:(?<=\bpassword=))(?:\\?'[^']*'|\\?"[^"]*"|[^&\s'"]+)"""
 )
 _QUOTE = re.compile(r"%\((\w+)\)")
 _KEY = re.compile(r"(?<=\S)=")

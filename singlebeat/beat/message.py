@@ -68,8 +68,9 @@ class Message:
         overlap = self.occurrence.overlap or self.stored.policy.overlap
         task = app.tasks.get(entry.task)
         is_eager = task is not None and app.conf.task_always_eager  # beat runs it, and no worker frees its lock
-        has_own_way = is_eager or _is_by_others(task, "apply_async")
-        self.is_sent_by_others = has_own_way or _is_by_others(app, "send_task")
+        ways = [] if task is None else [*are_by_others(task, "apply_async")]
+        has_own_way = is_eager or any(ways[:1])
+        self.is_sent_by_others = is_eager or any(ways) or any(are_by_others(app, "send_task"))
         if overlap is None and comes_once(entry.schedule) and drops_by_default(task):
             overlap = Overlap.BUFFER_ALL  # no later run makes up for a skipped run
         if not is_singleton(task):
@@ -129,11 +130,6 @@ class Message:
     def run_locks(self) -> list[Ref]:
         """The lock that its run holds, which in some lock modes is another than that of the message; empty if none."""
         return [] if self.plan is None else [Ref(self.plan.ticket.key, self.occurrence.id)]
-
-
-def _is_by_others(owner: object, method: str) -> bool:
-    """Return whether a method of an app or a task is neither Celery's nor ours."""
-    return owner is not None and next(are_by_others(owner, method))
 
 
 def prepare(

@@ -15,7 +15,7 @@ from celery.signals import before_task_publish
 
 from ..broker import own_broker
 from ..config import Config
-from ..destination import queue_reached
+from ..destination import id_of_message, queue_reached
 from ..errors import DuplicateTaskError, LockBackendError
 from ..locks import backend_of, delay_of
 from ..locks.acquire import UNSENT_TTL, Refused, cancel_releases, keep, note
@@ -48,6 +48,9 @@ RETRY_AFTER = 30.0
 
 #: Seconds that the messages which have failed before may take in one tick.
 RETRIES_MAY_TAKE = 0.5
+
+#: What is recorded of an occurrence for which code of others has sent no message.
+UNSENT_BY_OTHERS = "its task's own apply_async, or the app's send_task, has sent no message"
 
 #: Fraction of ``RETRY_AFTER`` in which the beat that claimed an occurrence may still send it.
 PUBLISH_SHARE = 0.8
@@ -358,12 +361,17 @@ class SeveralWrites:
             held_by, waits_for = (getattr(result, name, None) for name in ("holder", "waits_for"))
             if getattr(result, "is_duplicate", False) and isinstance(held_by, Holder):
                 return not_published(message, Refused(held_by))
+            if self._has_sent_nothing(message):
+                return Published(DecisionType.PUBLISH_FAILED, reason=UNSENT_BY_OTHERS)
             return Published.under(waits_for if isinstance(waits_for, Holder) else None)
         sent_as, why = getattr(result, "id", None), ""
         if sent_as is not None and sent_as != message.occurrence.id:
             why = f"sent it as task {sent_as}"
         elif message.plan is not None and message.occurrence.id in self._without_ticket:
             why = "sent it without its headers"
+        if not why and self._has_sent_nothing(message):
+            self.dispatcher.release(*message.locks)
+            return Published(DecisionType.PUBLISH_FAILED, reason=UNSENT_BY_OTHERS)
         if not why:
             return None
         why = f"its task's own apply_async, or the app's send_task, {why}"
@@ -373,8 +381,14 @@ class SeveralWrites:
             self.dispatcher.note_unlocked(message, why)
         return Published(DecisionType.DISPATCHED, reason=why)
 
+    def _has_sent_nothing(self, message: Message) -> bool:
+        """Return whether code of others has sent no message of an occurrence, as far as Celery's signals say."""
+        is_seen = message.occurrence.id in self._without_ticket or message.occurrence.id in self._queues
+        return not is_seen and not self.app.conf.task_always_eager
+
     def _note_queue(
         self,
+        body: object = None,
         headers: Headers | None = None,
         declare: Sequence[object] | None = None,
         exchange: object = None,
@@ -383,9 +397,10 @@ class SeveralWrites:
     ) -> None:
         """Note the queue of a message that Celery is about to publish, and whether it has a ticket."""
         if headers and HEADER not in headers:
-            self._without_ticket.add(str(headers.get("id")))
+            self._without_ticket.add(id_of_message(headers, body))
         if headers and RUN_HEADER in headers:
-            self._queues[str(headers.get("id"))] = queue_reached(exchange, routing_key, (declare or [None])[0])
+            queue = queue_reached(exchange, routing_key, (declare or [None])[0])
+            self._queues[id_of_message(headers, body)] = queue
 
     # ---------------------------------------------------------------- confirmations
 

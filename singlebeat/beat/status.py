@@ -434,6 +434,7 @@ class ScheduleStatus:
         record, token, signs, ttl, entries, due, overdue, first, pending, quarantined, *rest = asked
         clock, lost, zone, many, *rest = rest
         leader = leader_of(record, token)
+        leader = {name: "**" if name == "token" else value for name, value in leader.items()}  # who has it could lead
         pauses = Pauses.of(many)
         seen = {text: until / 1000 - STAY for text, until in signs}
         beats = [_decode_standby(text) for text, at in seen.items() if abs(now - at) < STAY]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
@@ -19,7 +18,7 @@ from kombu import Producer
 from kombu.exceptions import OperationalError
 
 from ..broker import broker_errors
-from ..destination import noting_queues
+from ..destination import Sent, seeing_sent
 from ..errors import LockBackendError
 from ..log import Log
 from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, Marker, collecting, size, takes_outbox
@@ -111,27 +110,27 @@ def send_call(
         granted = acquire(task, plan)
         if isinstance(granted, Refused):
             return granted
-        result = _publish_noted(task, plan, granted, partial(publish, granted.ticket, producer=producer, **retries))
+        with seeing_sent(task.app, task, granted.ticket.task_id) as sent:
+            result = publish(granted.ticket, producer=producer, **retries)
     except BaseException as exc:
         if isinstance(granted, Granted):
             granted.give_up(task)
         elif granted is None and plan.call is not None and not isinstance(exc, LockBackendError):
             free(task, *places_of(plan.call))  # a signal has ended the call before it knew the answer
         raise
+    if sent.is_unsent:
+        granted.give_up(task)
+        return result
+    _note_queue(task, plan, granted, sent)
     result.waits_for = granted.note_sent(task)
     return result
 
 
-def _publish_noted(task: LockableTask, plan: Plan, granted: Granted, publish: Callable[[], AsyncResult]) -> AsyncResult:
-    """Send a call that has acquired its lock; if code of the user chooses its queue, note in the lock which it was."""
-    if granted.lock is None or plan.call is None or plan.is_of_beat:  # beat notes it itself
-        return publish()
-    with noting_queues(task.app, task, plan.ticket.task_id) as queues:
-        result = publish()
-    if queues:
+def _note_queue(task: LockableTask, plan: Plan, granted: Granted, sent: Sent) -> None:
+    """Note in the lock of a call the queue that code of the user has sent it to."""
+    if sent.queues and plan.call is not None and granted.lock is not None:
         with suppress(LockBackendError):  # the note is for the search for lost messages alone
-            task.singleton_backend.note_sent({granted.lock: noted_in(plan.call, queues[-1]).note}, lease=0)
-    return result
+            task.singleton_backend.note_sent({granted.lock: noted_in(plan.call, sent.queues[-1]).note}, lease=0)
 
 
 def send_many(
@@ -339,9 +338,14 @@ class _ManyCalls:
             return
         cancel_releases(plan.call)
         producer, outbox = collecting(self.producer)
-        # Not yet a child of the task that runs here: it may be refused.
-        made.result = publish(plan.ticket, producer=producer, retry=False, add_to_parent=False)
-        if outbox.is_full and not outbox.commands:
+        with seeing_sent(self.task.app, self.task, plan.ticket.task_id) as sent:
+            # Not yet a child of the task that runs here: it may be refused.
+            made.result = publish(plan.ticket, producer=producer, retry=False, add_to_parent=False)
+        if sent.is_unsent and outbox.is_full:  # under an id of its own
+            made.result = None
+        elif sent.is_unsent:
+            return
+        elif outbox.is_full and not outbox.commands:
             _log_dropped(self.task, plan.ticket)
         elif outbox.is_full:
             made.sending = Sending(noted_in(plan.call, outbox.queue), outbox.commands, only=Verdict.ACQUIRED)
@@ -498,6 +502,8 @@ class _OneWrite:
             if not outbox.commands:  # no queue gets it, and kombu says nothing: its lock would wait for an hour
                 is_dropped = True
                 return
+            if sent.is_unsent:  # under an id of its own
+                raise _NotSentError
             call = noted_in(sending.call, outbox.queue)
             answer = self._answer(replace(sending, call=call, commands=outbox.commands))
             if answer is None or not sending.is_granted(answer.verdict):
@@ -506,12 +512,15 @@ class _OneWrite:
 
         producer, _ = collecting(self.producer, write)
         try:
-            result = self.publish(granted.ticket, producer=producer, retry=False)
+            with seeing_sent(self.task.app, self.task, granted.ticket.task_id) as sent:
+                result = self.publish(granted.ticket, producer=producer, retry=False)
         except _NotSentError:
             _discard(self.task, granted.ticket.task_id)
             return None, answer
         if is_dropped:
             _log_dropped(self.task, granted.ticket)
+            return result, None
+        if sent.is_unsent:
             return result, None
         if answer is None:  # the user's own code has sent it over another producer
             self.broker.rule_out(time.monotonic())

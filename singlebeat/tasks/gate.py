@@ -28,7 +28,7 @@ from kombu.utils.encoding import safe_repr
 from .. import signals
 from ..broker import BlockedError, ConfirmingSender, own_broker
 from ..config import Config
-from ..destination import noting_queues
+from ..destination import seeing_sent
 from ..errors import LockBackendError, UnusableLockError
 from ..locks import backend_of, seconds_until
 from ..locks.acquire import note, note_of_broker, suspect
@@ -568,14 +568,14 @@ def _send_again(
         Task.apply_async(task, signature.args, signature.kwargs, **{**signature.options, "headers": made, **options})
 
     # All headers: with Sentry, ``request.headers`` holds only some of them.
-    with same_trace(vars(request)), noting_queues(task.app, task, ticket.task_id) as queues:
+    with same_trace(vars(request)), seeing_sent(task.app, task, ticket.task_id) as sent:
         if sender is None:
             publish()
         else:
             sender.send(publish)
-    if ticket.queued and queues:
+    if ticket.queued and sent.queues:
         place = Ref(ticket.queued, ticket.task_id, ticket.generation)
-        told = note(place, broker=own_broker(task.app), delay=countdown, queue=queues[-1])
+        told = note(place, broker=own_broker(task.app), delay=countdown, queue=sent.queues[-1])
         with suppress(LockBackendError):  # the note is for the search for lost messages alone
             backend_of(task.app).note_sent({place: told}, lease=0)
 

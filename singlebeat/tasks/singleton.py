@@ -170,7 +170,7 @@ class Singleton(Task):  # type: ignore[misc]
         if self.unique_on is None:
             return key(*canonical(bound, self._defaults_as_sent(bound), encoder))
         defaults = self.call_signature.parameters.keys() - bound.arguments
-        bound.apply_defaults()
+        self._apply_defaults(bound)
         try:
             return key([], pick(self.unique_on, bound))
         except TypeError:
@@ -187,6 +187,12 @@ class Singleton(Task):  # type: ignore[misc]
         args, kwargs = self.as_sent(defaults.args, defaults.kwargs)
         sent = self.call_signature.bind(*args, **kwargs).arguments
         return {name: value for name, value in sent.items() if name in self.call_defaults}
+
+    def _apply_defaults(self, bound: inspect.BoundArguments) -> None:
+        """Add what a call leaves out, as it was when the task was defined."""
+        given = {**bound.arguments}
+        bound.apply_defaults()
+        bound.arguments.update({name: value for name, value in self.call_defaults.items() if name not in given})
 
     def _picked_with_json(
         self,
@@ -205,7 +211,7 @@ class Singleton(Task):  # type: ignore[misc]
         """
         args, kwargs = self.as_sent(bound.args, bound.kwargs)  # a model counts as a given one
         bound = self.call_signature.bind(*args, **kwargs)
-        bound.apply_defaults()
+        self._apply_defaults(bound)
         return {
             path: value
             for path, value in pick(unique_on, bound).items()
@@ -333,6 +339,8 @@ class Singleton(Task):  # type: ignore[misc]
             if kept := self._said_by_beat(task_id, given):
                 options["headers"] = {**kept, **(options.get("headers") or {})}
             result = super(Singleton, self).apply_async(args, kwargs, task_id=task_id, **options)
+            if result is None:  # of a user's class
+                result = self.AsyncResult(task_id)
             result.is_duplicate, result.waits_for = False, None
             return result
 

@@ -14,7 +14,7 @@ from celery.result import AsyncResult
 
 from ..broker import own_broker
 from ..config import Config
-from ..destination import is_sent_by_others, noting_queues
+from ..destination import is_sent_by_others, seeing_sent
 from ..errors import LockBackendError
 from ..locks import backend_of, delay_of, time_to_start
 from ..locks.acquire import note, place_of_call
@@ -58,14 +58,16 @@ def hand_over_and_send(
             promised = False
             about = {"task": task.name, "id": run.task_id, "reason": exc}
             log.warning("%(task)s[%(id)s] goes on without its lock", event="unlocked", **about)
-        with noting_queues(task.app, task, run.task_id) as queues:
+        with seeing_sent(task.app, task, run.task_id) as seen:
             sent = publish(headers={**without_deaths(options.get("headers")), HEADER: successor.header()})
     except BaseException:
         if promised:
             _take_back(task.app, run, successor)
         raise
-    if promised and queues:
-        told = note(successor.run, broker=own_broker(task.app), delay=delay, queue=queues[-1])
+    if promised and seen.is_unsent:
+        _take_back(task.app, run, successor)
+    elif promised and seen.queues:
+        told = note(successor.run, broker=own_broker(task.app), delay=delay, queue=seen.queues[-1])
         with suppress(LockBackendError):  # the note is for the search for lost messages alone
             backend.promise(run.run, to=successor.run, ttl=ttl, note=told)
     return sent

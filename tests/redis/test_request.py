@@ -191,6 +191,29 @@ def test_no_body_goes_into_the_headers_of_a_retry(app, deliver, redis, base):
     assert (sent["of"], seen[0]["of"]) == ("mine", "mine")
 
 
+class Refusing(Task):
+    """A user's class, which sends no retries during maintenance."""
+
+    abstract = True
+
+    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        return None if options.get("retries") else super().apply_async(args, kwargs, **options)
+
+
+class RefusingSingleton(Singleton, Refusing):
+    abstract = True
+
+
+@pytest.mark.parametrize("base", [RefusingSingleton, Refusing])
+def test_a_retry_that_a_class_of_the_user_does_not_send_keeps_no_lock(app, deliver, redis, base):
+    task = app.task(retries_later, name="app.later", bind=True, base=base, shared=False)
+    started(deliver(task, [], id="a", **{HEADER: {"id": "a", "key": "SINGLETONLOCK_a"}}))
+    renewer_of(app).flush()
+
+    assert redis.llen("celery") == 0
+    assert not redis.exists("SINGLETONLOCK_a")
+
+
 def test_a_call_that_waits_notes_the_queue_of_each_try(app, deliver, redis):
     """An own ``send_task`` may choose another one by the time of day, or in another release."""
     send_task = app.send_task

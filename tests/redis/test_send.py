@@ -15,12 +15,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import cycle
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from celery import Celery, Task
 from celery._state import _task_stack
+from celery.result import EagerResult
 from celery.signals import after_task_publish, before_task_publish
+from celery.utils import uuid
 from kombu import Connection, Exchange, Queue
 from kombu.common import Broadcast
 from kombu.exceptions import OperationalError
@@ -1093,6 +1095,44 @@ class SingletonElsewhere(Singleton, Elsewhere):
 
 
 def chosen(x: int) -> None: ...
+
+
+class Switched(Task):
+    """A user's class, which may send nothing, give each message an id of its own, or return nothing."""
+
+    abstract = True
+    way: ClassVar[str] = "sends"
+
+    def apply_async(self, args=None, kwargs=None, **options):
+        if self.way == "sends nothing":
+            return EagerResult(None, None, "REJECTED")
+        if self.way == "has its own id":
+            options["task_id"] = uuid()
+        sent = super().apply_async(args, kwargs, **options)
+        return None if self.way == "returns nothing" else sent
+
+
+class SwitchedSingleton(Singleton, Switched):
+    abstract = True
+
+
+@pytest.mark.parametrize("protocol", [1, 2])
+@pytest.mark.parametrize("ways", ["one write", "two writes", "many"])
+@pytest.mark.parametrize("way", ["sends nothing", "has its own id", "returns nothing"])
+def test_a_class_that_sends_otherwise_leaves_no_lock_without_a_message(server, redis, monkeypatch, way, ways, protocol):
+    with apps(server.celery_url, task_protocol=protocol) as app, ExitStack() as receivers:
+        if ways == "two writes":
+            receivers.enter_context(connected(before_task_publish, lambda **_: None))
+        task = app.task(chosen, name="app.switched", base=SwitchedSingleton, shared=False)
+        monkeypatch.setattr(Switched, "way", way)
+        first = task.apply_async_many([([1], None, {})])[0] if ways == "many" else task.delay(1)
+        held = locks(redis)
+        monkeypatch.setattr(Switched, "way", "sends")
+        again = task.delay(1)
+
+    assert held == ({first.id} if way == "returns nothing" else set())
+    assert again.is_duplicate is (way == "returns nothing")
+    assert redis.llen("celery") == {"sends nothing": 1, "has its own id": 2, "returns nothing": 1}[way]
 
 
 @pytest.mark.parametrize("is_written_apart", [False, True])

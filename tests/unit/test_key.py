@@ -152,12 +152,15 @@ def test_a_body_that_changes_its_default_changes_no_key(app):
         acc.append(x)
         seen.append(acc)
 
-    before = keys_of(app, task, ([1], {}), ([1, []], {}), ([1, [1]], {}))
+    calls = ([1], {}), ([1, []], {}), ([1, [1]], {})
+    other = Celery(set_as_current=False)
+    before = keys_of(app, task, *calls), keys_of(other, task, *calls, unique_on=["x", "acc"])
     task(1)
 
     assert seen == [[1]]
-    assert keys_of(app, task, ([1], {}), ([1, []], {}), ([1, [1]], {})) == before
-    assert before[0] == before[1] != before[2]
+    assert (keys_of(app, task, *calls), keys_of(other, task, *calls)) == before
+    for without, empty, other_value in before:
+        assert without == empty != other_value
 
 
 def test_a_decorator_that_supplies_an_argument_says_so(app):

@@ -183,6 +183,8 @@ def test_a_password_is_masked_in_tracebacks_of_an_error_and_its_cause(log, lines
         ("amqp://u:ge/h@eim?geheim#@h//", "amqp://u:**@h//"),
         ("redis://:ge heim@host", "redis://:**@host"),
         ("unix:///run/s?db=1&password=geheim&x=1", "unix:///run/s?db=1&password=**&x=1"),
+        ("host=db password=geheim dbname=x", "host=db password=** dbname=x"),
+        ("host=db PASSWORD='ge heim' dbname=x", "host=db PASSWORD=** dbname=x"),
         ("unix:///run/s?PASSWORD=geheim", "unix:///run/s?PASSWORD=**"),
         ("smtp://ann@example.org:geheim@mail", "smtp://ann@example.org:**@mail"),
         ("https://u/x:geheim@h", "https://u/x:**@h"),

@@ -174,7 +174,7 @@ def _code(app: Celery, schedule: Read, statics: Statics, about: str) -> Iterator
     """Check whether beats and this process have the same code, whole, and its entries are stored."""
     state = schedule.state
     ours = [beat for beat, _ in state.beats if beat.get("app") == statics.owner]
-    theirs = sorted({beat.get("statics", "") for beat in ours} - {""})
+    theirs = sorted({beat.get("statics", "") for beat in ours if not beat.get("incomplete")} - {""})
     if why := load_code(app):
         text = "its tasks are not known here, nor their queues and parameters, and beat_schedule is not checked"
         remedy = "Mend that; a page imports them once, so start it again then"
