@@ -26,8 +26,8 @@ LONGEST_LINE = 10_000
 #: line; a port after the colon is no password. A user name may have ``@`` and ``/``, and JSON may escape slashes. And
 #: what follows ``password=``, in the query of a URL or in what libpq takes.
 _PASSWORD = re.compile(
-    r"""(:\\{0,9}/\\{0,9}/[^:\s]*):(?:\S*@|(?!\d{1,5}(?:[/?\s'")\]},;.]|$)).*@)"""
-    r"""|(?i:(?<=\bpassword=))(?:\\?'[^']*'|\\?"[^"]*"|[^&\s'"]+)"""
+    r"""(:\\{0,9}/\\{0,9}/[^:\s]*:)(?:\S*@|(?!\d{1,5}(?:[/?\s'")\]},;.]|$)).*@)"""
+    r"""|(?i:([?&]password=)[^&\s'"]+|\b((?:pg)?passw(?:or)?d\s?=\s?)(?:\\?'[^']*'|\\?"[^"]*"|[^\s'")]+))"""
 )
 _QUOTE = re.compile(r"%\((\w+)\)")
 _KEY = re.compile(r"(?<=\S)=")
@@ -123,7 +123,7 @@ def without_passwords(text: str) -> str:
 def _without_passwords(line: str) -> str:
     if len(line) > LONGEST_LINE:  # at a blank, so that no password loses the @ that shows it
         line = f"{line[:LONGEST_LINE].rpartition(' ')[0]} …"
-    return _PASSWORD.sub(lambda found: f"{found[1]}:**@" if found[1] is not None else "**", line)
+    return _PASSWORD.sub(lambda found: f"{found[1] or found[2] or found[3]}**{'@' * bool(found[1])}", line)
 
 
 def _without_passwords_in_traceback(record: logging.LogRecord) -> bool:

@@ -19,6 +19,7 @@ from redis.exceptions import NoPermissionError
 from ..broker import own_broker
 from ..clients import native
 from ..connections import RedisError, ResponseError, broker_place, lock_server, schedule_client, schedule_url
+from ..destination import are_by_others
 from ..errors import ConfigError, LockBackendError
 from ..locks import backend_of, delay_of
 from ..locks.acquire import Refused, cancel_releases, note
@@ -340,6 +341,8 @@ def why_several_writes(app: Celery, connection: Connection) -> str:
     store, producer = Store(app, schedule_client(app)), Producer(connection.default_channel)
     if why := _why_not(app, store):
         return why
+    if any(are_by_others(app, "send_task")):
+        return "the app has a send_task of its own"
     if not takes_outbox(producer):
         return why_no_outbox(producer)
     broker, locks, client = Marker(), Marker(), cast("RedisBackend", backend_of(app)).redis

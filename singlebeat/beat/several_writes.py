@@ -49,8 +49,8 @@ RETRY_AFTER = 30.0
 #: Seconds that the messages which have failed before may take in one tick.
 RETRIES_MAY_TAKE = 0.5
 
-#: What is recorded of an occurrence for which code of others has sent no message.
-UNSENT_BY_OTHERS = "its task's own apply_async, or the app's send_task, has sent no message"
+#: Who may send a message otherwise than beat does, in words.
+BY_OTHERS = "its task's own apply_async, or the app's send_task,"
 
 #: Fraction of ``RETRY_AFTER`` in which the beat that claimed an occurrence may still send it.
 PUBLISH_SHARE = 0.8
@@ -95,7 +95,8 @@ class SeveralWrites:
         self._over = set[str]()  #: those whose decisions are confirmed, and whose locks are not ours to free
         self._unsent: list[str] = []  #: the keys of the entries whose messages a server does not take now
         self._queues: dict[str, str] = {}  #: of the messages, by task id
-        self._without_ticket = set[str]()  #: the ids of the messages that have none
+        self._seen = set[str]()  #: the task ids of the messages that Celery was about to publish
+        self._without_ticket = set[str]()  #: those of them without a ticket
 
     def send(self, claimed: Sequence[ClaimedOccurrence]) -> None:
         """Lock all occurrences in one round trip, publish and confirm ``MOST_MESSAGES`` in one round trip each.
@@ -339,6 +340,8 @@ class SeveralWrites:
             if outbox is not None:
                 outbox.expect()
             result = self.dispatcher.publish(message, attempt.outcome)
+            if message.is_sent_by_others:
+                attempt.published = self._published_by_others(message, result)
         except Exception as exc:  # sending runs a task's own code and the broker's driver
             duplicate = next((cause for cause in causes(exc) if isinstance(cause, DuplicateTaskError)), None)
             if duplicate is not None and isinstance(duplicate.holder, Holder):
@@ -351,40 +354,37 @@ class SeveralWrites:
             self._queues[message.occurrence.id] = outbox.queue
             if not outbox.commands:
                 attempt.error = NoQueueError()
-        if message.is_sent_by_others:
-            attempt.published = self._published_by_others(message, result)
         return attempt
 
     def _published_by_others(self, message: Message, result: object) -> Published | None:
-        """Return what code of others has done with a message, by its result; None if it was sent as beat sends it."""
-        if message.locks_itself:
-            held_by, waits_for = (getattr(result, name, None) for name in ("holder", "waits_for"))
-            if getattr(result, "is_duplicate", False) and isinstance(held_by, Holder):
-                return not_published(message, Refused(held_by))
-            if self._has_sent_nothing(message):
-                return Published(DecisionType.PUBLISH_FAILED, reason=UNSENT_BY_OTHERS)
+        """Return what code of others has done with a message; None if it was sent as beat sends it.
+
+        What Celery's signals have told counts more than the result.
+        """
+        own_id, sent_as = message.occurrence.id, str(getattr(result, "id", None) or "")
+        is_sent = own_id in self._seen or self.app.conf.task_always_eager
+        held_by, waits_for = (getattr(result, name, None) for name in ("holder", "waits_for"))
+        if message.locks_itself and getattr(result, "is_duplicate", False) and isinstance(held_by, Holder):
+            return not_published(message, Refused(held_by))
+        if message.locks_itself and is_sent:
             return Published.under(waits_for if isinstance(waits_for, Holder) else None)
-        sent_as, why = getattr(result, "id", None), ""
-        if sent_as is not None and sent_as != message.occurrence.id:
-            why = f"sent it as task {sent_as}"
-        elif message.plan is not None and message.occurrence.id in self._without_ticket:
-            why = "sent it without its headers"
-        if not why and self._has_sent_nothing(message):
-            self.dispatcher.release(*message.locks)
-            return Published(DecisionType.PUBLISH_FAILED, reason=UNSENT_BY_OTHERS)
-        if not why:
+        if is_sent and (message.plan is None or own_id not in self._without_ticket):
             return None
-        why = f"its task's own apply_async, or the app's send_task, {why}"
-        if message.plan is not None:  # no worker would free it
-            self.dispatcher.release(*message.locks)
+        self.dispatcher.release(*message.locks)  # no worker would free them
+        if not is_sent and sent_as and sent_as != own_id and message.locks_itself:
+            return Published(DecisionType.SKIPPED_OVERLAP, reason=f"{BY_OTHERS} has sent nothing, for task {sent_as}")
+        if not is_sent and not sent_as:
+            return Published(DecisionType.PUBLISH_FAILED, reason=f"{BY_OTHERS} has sent no message")
+        if is_sent:
+            why = f"{BY_OTHERS} sent it without its headers"
+        elif sent_as == own_id:  # it may keep the call, and send it later
+            why = f"{BY_OTHERS} has sent nothing yet"
+        else:
+            why = f"{BY_OTHERS} sent it as task {sent_as}"
+        if message.plan is not None:
             why = f"{why}, so without its lock"
             self.dispatcher.note_unlocked(message, why)
         return Published(DecisionType.DISPATCHED, reason=why)
-
-    def _has_sent_nothing(self, message: Message) -> bool:
-        """Return whether code of others has sent no message of an occurrence, as far as Celery's signals say."""
-        is_seen = message.occurrence.id in self._without_ticket or message.occurrence.id in self._queues
-        return not is_seen and not self.app.conf.task_always_eager
 
     def _note_queue(
         self,
@@ -395,12 +395,14 @@ class SeveralWrites:
         routing_key: str = "",
         **_: object,
     ) -> None:
-        """Note the queue of a message that Celery is about to publish, and whether it has a ticket."""
-        if headers and HEADER not in headers:
-            self._without_ticket.add(id_of_message(headers, body))
-        if headers and RUN_HEADER in headers:
-            queue = queue_reached(exchange, routing_key, (declare or [None])[0])
-            self._queues[id_of_message(headers, body)] = queue
+        """Note that Celery is about to publish a message, its queue, and whether it has a ticket."""
+        headers = headers or {}
+        task_id = id_of_message(headers, body)
+        self._seen.add(task_id)
+        if HEADER not in headers:
+            self._without_ticket.add(task_id)
+        if RUN_HEADER in headers:
+            self._queues[task_id] = queue_reached(exchange, routing_key, (declare or [None])[0])
 
     # ---------------------------------------------------------------- confirmations
 

@@ -105,8 +105,8 @@ def overlap_for(task: SingletonTask, word: str | None = None) -> Overlap:
 
 
 def is_singleton(task: object) -> TypeGuard[SingletonTask]:
-    """Return whether a task has the options of a Singleton."""
-    return hasattr(task, "singleton_config")
+    """Return whether a task has the options of a Singleton; one of celery-singleton's class has not."""
+    return hasattr(task, "call_signature")
 
 
 def drops_by_default(task: Task | None) -> bool:

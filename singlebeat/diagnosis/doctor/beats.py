@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ... import __version__
 from ...beat.delivery import listed
-from ...beat.entries.statics import Statics
+from ...beat.entries.statics import Statics, signature_of
 from ...beat.keys import Keys
 from ...beat.schedule import Schedule
 from ...beat.server_time import UNFIT_FROM
@@ -186,6 +186,10 @@ def _code(app: Celery, schedule: Read, statics: Statics, about: str) -> Iterator
     for text in state.incomplete:
         yield Finding("problem", "beat_schedule", text)
     here = statics_here(app) if theirs else ""
+    if theirs and not (here or load_code(app) or why_incomplete(app)) and theirs != [signature_of(app)["statics"]]:
+        number = counted(int(theirs[0].partition(" ")[0]), "entry", "entries")
+        text = f"this process has none, and beats have {number}: whether they are stored is not checked here"
+        yield Finding("warning", "beat_schedule", text)
     differ = ""
     if len(theirs) > 1:
         numbers = " and ".join(each.partition(" ")[0] for each in theirs)
