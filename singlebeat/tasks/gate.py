@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from celery import Task, states
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
-from celery.signals import task_postrun
+from celery.signals import before_task_publish, task_postrun
 from celery.utils.quorum_queues import detect_quorum_queues
 from kombu import Queue
 from kombu.serialization import loads, prepare_accept_content
@@ -28,7 +28,7 @@ from kombu.utils.encoding import safe_repr
 from .. import signals
 from ..broker import BlockedError, ConfirmingSender, own_broker
 from ..config import Config
-from ..destination import seeing_sent
+from ..destination import id_of_message, seeing_sent
 from ..errors import LockBackendError, UnusableLockError
 from ..locks import backend_of, seconds_until
 from ..locks.acquire import note, note_of_broker, suspect
@@ -88,7 +88,7 @@ UNTOLD_WAIT = 0.03
 PATIENCE, RETRY_AFTER = 60.0, 0.5
 
 
-#: Where the request of a Singleton keeps the body of its message: as bytes or text, its content type, its encoding.
+#: Where a request keeps the body of its message: as bytes or text, its content type, its encoding.
 BODY = "singlebeat_body"
 
 # Celery takes what a request does not know for headers, which each retry passes on.
@@ -565,10 +565,15 @@ def _send_again(
     def publish(**options: object) -> None:
         # The method of Task: the method of Singleton would hand the lock over to the new message.
         made = {**(signature.options.get("headers") or {}), **headers}  # a user's class may make its own
-        Task.apply_async(task, signature.args, signature.kwargs, **{**signature.options, "headers": made, **options})
+        options = {**signature.options, "headers": made, **options}
+        Task.apply_async(task, list(signature.args), dict(signature.kwargs), **options)
 
     # All headers: with Sentry, ``request.headers`` holds only some of them.
-    with same_trace(vars(request)), seeing_sent(task.app, task, ticket.task_id) as sent:
+    with (
+        same_trace(vars(request)),
+        _keeping_arguments(task.app, request),
+        seeing_sent(task.app, task, ticket.task_id) as sent,
+    ):
         if sender is None:
             publish()
         else:
@@ -580,16 +585,39 @@ def _send_again(
             backend_of(task.app).note_sent({place: told}, lease=0)
 
 
-def _arguments_of_message(app: Celery, request: Context) -> tuple[Any, Any]:
-    """Return the arguments as the message of a request has brought them.
+def _arguments_of_message(app: Celery, request: Context) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments as the message of a request has brought them, decoded anew.
 
     Those of the request may have been changed meanwhile, by receivers of ``task_prerun`` and by ``before_start``.
     """
-    body, content_type, encoding = getattr(request, BODY) or (None, None, None)
-    if not content_type:  # decoded already: a message of protocol 1
-        return request.args, request.kwargs
-    args, kwargs, _ = loads(body, content_type, encoding, accept=prepare_accept_content(app.conf.accept_content))
-    return args, kwargs
+    body, content_type, encoding = getattr(request, BODY)
+    body = loads(body, content_type, encoding, accept=prepare_accept_content(app.conf.accept_content))
+    args, kwargs = (body["args"], body["kwargs"]) if isinstance(body, Mapping) else body[:2]  # the former: protocol 1
+    return list(args), dict(kwargs)
+
+
+@contextmanager
+def _keeping_arguments(app: Celery, request: Context) -> Iterator[None]:
+    """Keep the arguments of a request's message while it is sent again.
+
+    Receivers of ``before_task_publish`` have changed them already, when it was sent first: they may encrypt them.
+    """
+    if not before_task_publish.receivers:
+        yield
+        return
+
+    def restore(headers: Mapping[str, Any] | None = None, body: Any = None, **_: object) -> None:
+        if id_of_message(headers or {}, body) == request.id:
+            args, kwargs = (body["args"], body["kwargs"]) if isinstance(body, Mapping) else body[:2]
+            args[:], came = _arguments_of_message(app, request)
+            kwargs.clear()
+            kwargs.update(came)
+
+    before_task_publish.connect(restore, weak=False)  # so it is called last
+    try:
+        yield
+    finally:
+        before_task_publish.disconnect(restore)
 
 
 def _to_its_queue(app: Celery, ticket: Ticket, request: Context) -> Mapping[str, Any]:

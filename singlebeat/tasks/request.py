@@ -249,8 +249,9 @@ class Request(celery_request.Request):  # type: ignore[misc]
         if self.ticket is not None:
             # The nonce goes with the request to the process that runs the task: both processes can name this run.
             self.request_dict[HEADER] = self.ticket.header()
-            if self._has_own_gate:  # receivers and hooks come first, and may change the arguments
-                self.request_dict[BODY] = self.body, self.content_type, self.content_encoding
+            # Receivers and hooks come before the gate, and may change the arguments; those of protocol 1 are decoded.
+            message = self if self.content_type else self.message
+            self.request_dict[BODY] = message.body, message.content_type, message.content_encoding
             self._shorten_pause(self.ticket, datetime.now(UTC))
             renewer_of(self.app).track(self)
 

@@ -28,9 +28,10 @@ from celery.concurrency.solo import TaskPool
 from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from celery.result import AsyncResult
-from celery.signals import task_prerun
+from celery.signals import before_task_publish, task_prerun
 from celery.worker import state
 from celery.worker.request import create_request_cls
+from celery.worker.strategy import proto1_to_proto2
 from kombu import Producer
 from kombu.asynchronous.timer import Timer
 from kombu.exceptions import OperationalError
@@ -80,7 +81,11 @@ def deliver(app: Celery) -> Iterator[Deliver]:
             message = queue.get(timeout=5)
             # As Celery's strategy makes it.
             kind = create_request_cls(Request, task, pool, None, None, app=app)
-            return kind(message, app=app, task=task, on_ack=message.ack_log_error, on_reject=message.reject_log_error)
+            given: dict[str, Any] = {"on_ack": message.ack_log_error, "on_reject": message.reject_log_error}
+            if "id" not in message.headers:
+                read = proto1_to_proto2(message, message.payload)
+                given |= zip(("body", "headers", "decoded", "utc"), read, strict=True)
+            return kind(message, app=app, task=task, **given)
 
         yield deliver
     _state._set_current_app(None)
@@ -139,27 +144,35 @@ class Marks(Singleton):
         kwargs["notes"].append("before_start")
 
 
-@pytest.mark.parametrize("compression", [None, "gzip"])
-def test_a_call_that_waits_is_sent_again_as_it_came(app, deliver, redis, compression):
-    """A receiver takes the tenant out of the arguments, for example, and would not find it at the next try."""
+@pytest.mark.parametrize(("protocol", "compression"), [(2, None), (2, "gzip"), (1, None)])
+def test_a_call_that_waits_is_sent_again_as_it_came(app, deliver, redis, protocol, compression):
+    """A receiver takes the tenant out of the arguments, for example, and would not find it at the next try.
+
+    A pair of receivers encodes another argument, and decodes it: twice encoded, it would be decoded once.
+    """
+    app.conf.task_protocol = protocol
     tenants, ran = list[str](), list[Any]()
 
-    def take_tenant(kwargs: Any, **_: Any) -> None:
+    def encode(body: Any, **_: Any) -> None:
+        kwargs = body[1] if protocol == 2 else body["kwargs"]
+        kwargs["tenant"] = "of this process" if tenants else "acme"
+        kwargs["text"] = f"<{kwargs['text']}>"
+
+    def decode(kwargs: Any, **_: Any) -> None:
         tenants.append(kwargs.pop("tenant", "public"))
+        kwargs["text"] = kwargs["text"][1:-1]
 
-    def body(value: str, notes: Any, tenant: str = "") -> None:
-        ran.append((value, notes))
+    def body(value: str, notes: Any, text: str = "", tenant: str = "") -> None:
+        ran.append((value, notes, text))
 
-    task, other = (
-        app.task(body, name="app.tenant", base=Marks, shared=False),
-        Ref("SINGLETONLOCK_a", "other", nonce="n"),
-    )
+    task = app.task(body, name="app.tenant", base=Marks, shared=False, overlap="buffer_all", unique_on=["value"])
+    other = Ref(task.generate_lock(task.name, ["a", []]), "other", nonce="n")
     backend_of(app).begin(other, lease=60, remember_for=60, task=task.name, arguments="")
     headers = {HEADER: Ticket("b", other.key, other.key, waits=True).header()}
-    arguments = ["a"], {"notes": [], "tenant": "acme"}
-    Task.apply_async(task, *arguments, task_id="b", compression=compression, headers=headers)
+    arguments = ["a"], {"notes": [], "text": "secret"}
 
-    with connected(task_prerun, take_tenant):
+    with connected(before_task_publish, encode), connected(task_prerun, decode):
+        Task.apply_async(task, *arguments, task_id="b", compression=compression, headers=headers)
         for _ in range(3):
             started(deliver(task))
         assert BODY not in json.loads(redis.lindex("celery", 0))["headers"]
@@ -167,7 +180,7 @@ def test_a_call_that_waits_is_sent_again_as_it_came(app, deliver, redis, compres
         started(deliver(task))
 
     assert tenants == ["acme"] * 4
-    assert ran == [("a", ["before_start"])]
+    assert ran == [("a", ["before_start"], "secret")]
 
 
 @pytest.mark.parametrize("base", [Singleton, None])
