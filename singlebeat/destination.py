@@ -28,6 +28,7 @@ __all__ = (
     "queue_of_call",
     "queue_reached",
     "reaches_all",
+    "rename_message",
     "seeing_sent",
 )
 
@@ -70,6 +71,12 @@ class Sent:
 def id_of_message(headers: Mapping[str, object], body: object) -> str:
     """Return the task id of a message that receivers of ``before_task_publish`` get; protocol 1 has it in the body."""
     return str(headers.get("id") or (body.get("id") if isinstance(body, Mapping) else ""))
+
+
+def rename_message(headers: dict[str, Any], body: Any, properties: dict[str, Any] | None, task_id: str) -> None:
+    """Give a message that receivers of ``before_task_publish`` get another task id."""
+    (body if "id" not in headers else headers)["id"] = task_id
+    (properties if properties is not None else {})["correlation_id"] = task_id
 
 
 @contextmanager

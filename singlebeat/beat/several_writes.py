@@ -6,16 +6,19 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
+from itertools import count
+from typing import TYPE_CHECKING, Any
+from uuid import NAMESPACE_OID, uuid5
 
-from celery.signals import before_task_publish
+from celery.signals import after_task_publish, before_task_publish
+from kombu.utils.encoding import safe_repr
 
 from ..broker import own_broker
 from ..config import Config
-from ..destination import id_of_message, queue_reached
+from ..destination import id_of_message, queue_reached, rename_message
 from ..errors import DuplicateTaskError, LockBackendError
 from ..locks import backend_of, delay_of
 from ..locks.acquire import UNSENT_TTL, Refused, cancel_releases, keep, note
@@ -95,6 +98,7 @@ class SeveralWrites:
         self._over = set[str]()  #: those whose decisions are confirmed, and whose locks are not ours to free
         self._unsent: list[str] = []  #: the keys of the entries whose messages a server does not take now
         self._queues: dict[str, str] = {}  #: of the messages, by task id
+        self._alone = ""  #: the id of the plain occurrence that code of others sends just now: of one message alone
         self._seen = set[str]()  #: the task ids of the messages that Celery was about to publish
         self._without_ticket = set[str]()  #: those of them without a ticket
 
@@ -333,19 +337,26 @@ class SeveralWrites:
             attempt.dropped = self.dispatcher.dropped(message)
         if attempt.dropped is not None:
             return attempt
+        published: list[str] = []
         try:
             attempt.outcome = self.dispatcher.outcome(message, holder)
             if isinstance(attempt.outcome, Refused):
                 return attempt
             if outbox is not None:
                 outbox.expect()
-            result = self.dispatcher.publish(message, attempt.outcome)
+            with self._noting_published(message, published):
+                result = self.dispatcher.publish(message, attempt.outcome)
             if message.is_sent_by_others:
                 attempt.published = self._published_by_others(message, result)
         except Exception as exc:  # sending runs a task's own code and the broker's driver
             duplicate = next((cause for cause in causes(exc) if isinstance(cause, DuplicateTaskError)), None)
             if duplicate is not None and isinstance(duplicate.holder, Holder):
                 attempt.outcome = Refused(duplicate.holder)
+            elif published:  # a second one would double the run
+                why = f"{BY_OTHERS} raised {safe_repr(exc.__cause__ or exc)} after it was sent"
+                attempt.published = Published(DecisionType.DISPATCHED, reason=why)
+                if message.occurrence.id not in published:  # no worker would free them
+                    self.dispatcher.release(*message.locks)
             else:
                 attempt.error = exc
             return attempt
@@ -355,6 +366,25 @@ class SeveralWrites:
             if not outbox.commands:
                 attempt.error = NoQueueError()
         return attempt
+
+    @contextmanager
+    def _noting_published(self, message: Message, published: list[str]) -> Iterator[None]:
+        """Note the task ids of the messages that code of others publishes meanwhile for an occurrence."""
+        if not message.is_sent_by_others:
+            yield
+            return
+
+        def note(sender: object = None, headers: Headers | None = None, body: object = None, **_: object) -> None:
+            if sender == message.entry.task:
+                published.append(id_of_message(headers or {}, body))
+
+        after_task_publish.connect(note, weak=False)
+        self._alone = "" if message.locks_itself else message.occurrence.id
+        try:
+            yield
+        finally:
+            self._alone = ""
+            after_task_publish.disconnect(note)
 
     def _published_by_others(self, message: Message, result: object) -> Published | None:
         """Return what code of others has done with a message; None if it was sent as beat sends it.
@@ -388,16 +418,22 @@ class SeveralWrites:
 
     def _note_queue(
         self,
-        body: object = None,
-        headers: Headers | None = None,
+        body: Any = None,
+        headers: dict[str, Any] | None = None,
+        properties: dict[str, Any] | None = None,
         declare: Sequence[object] | None = None,
         exchange: object = None,
         routing_key: str = "",
         **_: object,
     ) -> None:
         """Note that Celery is about to publish a message, its queue, and whether it has a ticket."""
-        headers = headers or {}
+        headers = {} if headers is None else headers
         task_id = id_of_message(headers, body)
+        if task_id == self._alone and task_id in self._seen:
+            # One for each tenant, for example: a worker would take it for a copy of the first.
+            ids = (str(uuid5(NAMESPACE_OID, f"{self._alone}:{number}")) for number in count(2))
+            task_id = next(each for each in ids if each not in self._seen)
+            rename_message(headers, body, properties, task_id)
         self._seen.add(task_id)
         if HEADER not in headers:
             self._without_ticket.add(task_id)

@@ -14,11 +14,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from traceback import clear_frames
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from celery import Task, states
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from celery.local import Proxy
 from celery.signals import before_task_publish, task_postrun
 from celery.utils.quorum_queues import detect_quorum_queues
 from kombu import Queue
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 __all__ = (
     "BODY",
     "Blocked",
+    "Body",
     "Postponed",
     "Refused",
     "Run",
@@ -88,11 +90,28 @@ UNTOLD_WAIT = 0.03
 PATIENCE, RETRY_AFTER = 60.0, 0.5
 
 
-#: Where a request keeps the body of its message: as bytes or text, its content type, its encoding.
+#: Where a request keeps the ``Body`` of its message.
 BODY = "singlebeat_body"
 
 # Celery takes what a request does not know for headers, which each retry passes on.
 setattr(Context, BODY, None)
+
+
+class _Unchecked(Proxy):  # type: ignore[misc]
+    """A task whose arguments Celery does not check: a receiver may have added some that another one takes away."""
+
+    typing = False
+
+
+class Body(NamedTuple):
+    """The body of a message as it came; whoever prints the request does not print it once more."""
+
+    content: bytes | str
+    content_type: str
+    encoding: str
+
+    def __repr__(self) -> str:
+        return f"<{len(self.content)} of {self.content_type}>"
 
 
 class Postponed(Ignore):  # type: ignore[misc]
@@ -566,7 +585,7 @@ def _send_again(
         # The method of Task: the method of Singleton would hand the lock over to the new message.
         made = {**(signature.options.get("headers") or {}), **headers}  # a user's class may make its own
         options = {**signature.options, "headers": made, **options}
-        Task.apply_async(task, list(signature.args), dict(signature.kwargs), **options)
+        Task.apply_async(_Unchecked(lambda: task), list(signature.args), dict(signature.kwargs), **options)
 
     # All headers: with Sentry, ``request.headers`` holds only some of them.
     with (
@@ -590,8 +609,8 @@ def _arguments_of_message(app: Celery, request: Context) -> tuple[list[Any], dic
 
     Those of the request may have been changed meanwhile, by receivers of ``task_prerun`` and by ``before_start``.
     """
-    body, content_type, encoding = getattr(request, BODY)
-    body = loads(body, content_type, encoding, accept=prepare_accept_content(app.conf.accept_content))
+    came: Body = getattr(request, BODY)
+    body = loads(*came, accept=prepare_accept_content(app.conf.accept_content))
     args, kwargs = (body["args"], body["kwargs"]) if isinstance(body, Mapping) else body[:2]  # the former: protocol 1
     return list(args), dict(kwargs)
 

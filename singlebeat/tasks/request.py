@@ -41,6 +41,7 @@ from ..run_results import RESULT_NOT_STORED, is_result_lost, may_be_unsent, outc
 from .gate import (
     BODY,
     Blocked,
+    Body,
     Postponed,
     Refused,
     Unsent,
@@ -251,7 +252,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
             self.request_dict[HEADER] = self.ticket.header()
             # Receivers and hooks come before the gate, and may change the arguments; those of protocol 1 are decoded.
             message = self if self.content_type else self.message
-            self.request_dict[BODY] = message.body, message.content_type, message.content_encoding
+            self.request_dict[BODY] = Body(message.body, message.content_type, message.content_encoding)
             self._shorten_pause(self.ticket, datetime.now(UTC))
             renewer_of(self.app).track(self)
 

@@ -339,7 +339,7 @@ class Singleton(Task):  # type: ignore[misc]
             if kept := self._said_by_beat(task_id, given):
                 options["headers"] = {**kept, **(options.get("headers") or {})}
             result = super(Singleton, self).apply_async(args, kwargs, task_id=task_id, **options)
-            if result is None:  # of a user's class
+            if not isinstance(result, AsyncResult):  # of a user's class
                 result = self.AsyncResult(task_id)
             result.is_duplicate, result.waits_for = False, None
             return result

@@ -1554,6 +1554,65 @@ def test_what_an_own_apply_async_returns_is_not_asked_whether_it_has_sent(bench,
     assert len(list(bench.redis.scan_iter("SINGLETONLOCK_*"))) == 1
 
 
+class Fanning(Task):
+    """A user's class, which makes a call for each tenant of one."""
+
+    abstract = True
+
+    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        return [super(Fanning, self).apply_async([tenant], kwargs, **options) for tenant in ("a", "b", "c")]
+
+
+@pytest.mark.parametrize("protocol", [1, 2])
+def test_each_message_that_a_task_makes_of_one_run_has_an_id_of_its_own(bench, protocol):
+    """A worker would take them for copies of the first."""
+    app = bench.new_app(task_protocol=protocol)
+    backend_of(app).announce("w@h", ttl=60)
+    app.task(die_in_publish, name="own", base=Fanning, shared=False)  # only its name matters here
+    bench.put("e", task="own")
+
+    bench.scheduler(app=app).tick()
+
+    sent = [json.loads(message) for message in bench.redis.lrange(QUEUE, 0, -1)]
+    ids = [message["properties"]["correlation_id"] for message in sent]
+    assert len({*ids}) == 3
+    assert ids[-1] == bench.history[0]["id"], "the first"
+    if protocol == 2:
+        assert [message["headers"]["id"] for message in sent] == ids
+    assert bench.decisions == ["dispatched"]
+
+
+class SendsAndRaises(Task):
+    """A user's class, which tells another service of each call, and that is away."""
+
+    abstract = True
+    own_id: ClassVar[bool] = False
+
+    def apply_async(self, *args: Any, **options: Any) -> Any:
+        super().apply_async(*args, **options | ({"task_id": "own"} if self.own_id else {}))
+        raise OSError("the audit service is away")
+
+
+@pytest.mark.parametrize("own_id", [False, True])
+def test_a_run_whose_task_raises_once_it_was_sent_is_not_sent_again(bench, monkeypatch, own_id):
+    app = bench.new_app()
+    backend_of(app).announce("w@h", ttl=60)
+    app.task(die_in_publish, name="own", base=SendsAndRaises, shared=False)  # only its name matters here
+    bench.put("e", task="own")
+    monkeypatch.setattr(SendsAndRaises, "own_id", own_id)
+    scheduler = bench.scheduler(app=app)
+
+    scheduler.tick()
+    bench.retry_now()
+    scheduler.tick()
+
+    (record,) = bench.history
+    assert record["decision"] == "dispatched"
+    assert "raised OSError('the audit service is away') after it was sent" in record["reason"]
+    assert bench.redis.llen(QUEUE) == 1
+    assert len(list(bench.redis.scan_iter("SINGLETONLOCK_*"))) == (0 if own_id else 1)
+
+
 def test_a_result_that_cannot_be_read_harms_no_other_entry(bench, monkeypatch):
     app = bench.new_app()
     app.task(die_in_publish, name="own", base=Recording, shared=False)  # only its name matters here
@@ -1563,7 +1622,7 @@ def test_a_result_that_cannot_be_read_harms_no_other_entry(bench, monkeypatch):
 
     bench.scheduler(app=app).tick()
 
-    assert {r["entry"]: r["decision"] for r in bench.history} == {"a": "publish_failed", "b": "dispatched"}
+    assert {r["entry"]: r["decision"] for r in bench.history} == {"a": "dispatched", "b": "dispatched"}
 
 
 def test_a_task_of_celery_singleton_is_sent_by_its_own_way(bench, cli):

@@ -175,13 +175,13 @@ def _code(app: Celery, schedule: Read, statics: Statics, about: str) -> Iterator
     state = schedule.state
     ours = [beat for beat, _ in state.beats if beat.get("app") == statics.owner]
     theirs = sorted({beat.get("statics", "") for beat in ours if not beat.get("incomplete")} - {""})
+    remedy = "Mend that; a page runs this code once, so start it again then"
     if why := load_code(app):
         text = "its tasks are not known here, nor their queues and parameters, and beat_schedule is not checked"
-        remedy = "Mend that; a page imports them once, so start it again then"
         text = f"one cannot be imported where doctor runs, so {text}: {why}. {remedy}"
         yield Finding("warning", "modules of tasks", text)
     if why := why_incomplete(app):
-        text = f"it may lack entries where doctor runs, and is not checked: {without_passwords(why)}"
+        text = f"it may lack entries where doctor runs, and is not checked: {without_passwords(why)}. {remedy}"
         yield Finding("warning", "beat_schedule", text)
     for text in state.incomplete:
         yield Finding("problem", "beat_schedule", text)
