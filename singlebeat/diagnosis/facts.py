@@ -145,6 +145,10 @@ def why_outdated(entries: Schedule, name: str, why: str, *, is_unusable: bool) -
     if is_unusable:
         text = "it is in beat_schedule: the next term tries to store it as it is given there: celery singlebeat resign"
         return "problem", text
+    stored, _ = Statics(entries.app, schedule_client(entries.app)).stored([name])[name]
+    if change is not None and change.after.get("definition") not in {None, stored}:
+        text = "another program has changed it, and beat has not read it since"
+        return "fine", f"{text}: the next term stores it as beat_schedule gives it"
     if change is None or change.by == "beat_schedule":
         return "problem", (
             f"its definition in beat_schedule was not stored{runs}: the log of beat says why (not_added). Beat "

@@ -1138,6 +1138,32 @@ def test_an_edited_entry_of_beat_schedule_is_named_until_the_next_term(bench, cl
     assert findings("entry mine", app=first.app) == []
 
 
+def test_a_definition_that_another_program_has_just_changed_is_said_to_be_so(bench, findings):
+    bench.conf["beat_schedule"] = {"mine": {"task": f"{APP}.plain", "schedule": 3600.0}}
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    definition = json.loads(bench.redis.hget("redbeat:mine", "definition"))
+    bench.redis.hset("redbeat:mine", "definition", json.dumps({**definition, "args": ["by hand"]}))
+
+    ((level, text),) = findings("entry mine", app=scheduler.app)
+
+    assert level == "fine"
+    assert text.startswith("another program has changed it, and beat has not read it since: the next term stores it")
+
+
+def test_a_process_without_a_schedule_says_that_it_does_not_check_that_of_beats(bench, findings):
+    """Such as one that gives ``beat_schedule`` to beats alone."""
+    scheduler = bench.scheduler(app=bench.new_app(beat_schedule={"mine": {"task": f"{APP}.plain", "schedule": 3600.0}}))
+    scheduler.tick()
+
+    (told,) = findings("beat_schedule", app=bench.app)
+
+    assert told == (
+        "warning",
+        "this process has none, and beats have 1 entry: whether they are stored is not checked here",
+    )
+
+
 def test_a_spoilt_entry_of_beat_schedule_is_healed_by_the_next_term(bench, cli, findings):
     bench.conf["beat_schedule"] = {"mine": {"task": f"{APP}.plain", "schedule": 60.0}}
     beat = bench.scheduler()

@@ -1608,7 +1608,8 @@ def test_a_run_whose_task_raises_once_it_was_sent_is_not_sent_again(bench, monke
 
     (record,) = bench.history
     assert record["decision"] == "dispatched"
-    assert "raised OSError('the audit service is away') after it was sent" in record["reason"]
+    assert "the audit service is away" in record["reason"]
+    assert record["reason"].endswith("after it was sent")
     assert bench.redis.llen(QUEUE) == 1
     assert len(list(bench.redis.scan_iter("SINGLETONLOCK_*"))) == (0 if own_id else 1)
 
