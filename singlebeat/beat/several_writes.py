@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import count
 from typing import TYPE_CHECKING, Any
 from uuid import NAMESPACE_OID, uuid5
 
@@ -99,8 +98,8 @@ class SeveralWrites:
         self._unsent: list[str] = []  #: the keys of the entries whose messages a server does not take now
         self._queues: dict[str, str] = {}  #: of the messages, by task id
         self._alone = ""  #: the id of the plain occurrence that code of others sends just now: of one message alone
-        self._seen = set[str]()  #: the task ids of the messages that Celery was about to publish
-        self._without_ticket = set[str]()  #: those of them without a ticket
+        self._published: list[str] = []  #: the task ids of the messages that it has published for that
+        self._without_ticket = set[str]()  #: the task ids of the messages without a ticket
 
     def send(self, claimed: Sequence[ClaimedOccurrence]) -> None:
         """Lock all occurrences in one round trip, publish and confirm ``MOST_MESSAGES`` in one round trip each.
@@ -337,14 +336,14 @@ class SeveralWrites:
             attempt.dropped = self.dispatcher.dropped(message)
         if attempt.dropped is not None:
             return attempt
-        published: list[str] = []
+        self._published = []
         try:
             attempt.outcome = self.dispatcher.outcome(message, holder)
             if isinstance(attempt.outcome, Refused):
                 return attempt
             if outbox is not None:
                 outbox.expect()
-            with self._noting_published(message, published):
+            with self._noting_published(message):
                 result = self.dispatcher.publish(message, attempt.outcome)
             if message.is_sent_by_others:
                 attempt.published = self._published_by_others(message, result)
@@ -352,10 +351,10 @@ class SeveralWrites:
             duplicate = next((cause for cause in causes(exc) if isinstance(cause, DuplicateTaskError)), None)
             if duplicate is not None and isinstance(duplicate.holder, Holder):
                 attempt.outcome = Refused(duplicate.holder)
-            elif published:  # a second one would double the run
+            elif self._published:  # a second one would double the run
                 why = f"{BY_OTHERS} raised {safe_repr(exc.__cause__ or exc)} after it was sent"
                 attempt.published = Published(DecisionType.DISPATCHED, reason=why)
-                if message.occurrence.id not in published:  # no worker would free them
+                if message.occurrence.id not in self._published:  # no worker would free them
                     self.dispatcher.release(*message.locks)
             else:
                 attempt.error = exc
@@ -368,15 +367,16 @@ class SeveralWrites:
         return attempt
 
     @contextmanager
-    def _noting_published(self, message: Message, published: list[str]) -> Iterator[None]:
+    def _noting_published(self, message: Message) -> Iterator[None]:
         """Note the task ids of the messages that code of others publishes meanwhile for an occurrence."""
         if not message.is_sent_by_others:
             yield
             return
 
         def note(sender: object = None, headers: Headers | None = None, body: object = None, **_: object) -> None:
-            if sender == message.entry.task:
-                published.append(id_of_message(headers or {}, body))
+            task_id = id_of_message(headers or {}, body)
+            if message.entry.task == sender or message.occurrence.id == task_id:
+                self._published.append(task_id)
 
         after_task_publish.connect(note, weak=False)
         self._alone = "" if message.locks_itself else message.occurrence.id
@@ -392,7 +392,7 @@ class SeveralWrites:
         What Celery's signals have told counts more than the result.
         """
         own_id, sent_as = message.occurrence.id, str(getattr(result, "id", None) or "")
-        is_sent = own_id in self._seen or self.app.conf.task_always_eager
+        is_sent = own_id in self._published or self.app.conf.task_always_eager
         held_by, waits_for = (getattr(result, name, None) for name in ("holder", "waits_for"))
         if message.locks_itself and getattr(result, "is_duplicate", False) and isinstance(held_by, Holder):
             return not_published(message, Refused(held_by))
@@ -429,12 +429,10 @@ class SeveralWrites:
         """Note that Celery is about to publish a message, its queue, and whether it has a ticket."""
         headers = {} if headers is None else headers
         task_id = id_of_message(headers, body)
-        if task_id == self._alone and task_id in self._seen:
+        if task_id == self._alone and task_id in self._published:
             # One for each tenant, for example: a worker would take it for a copy of the first.
-            ids = (str(uuid5(NAMESPACE_OID, f"{self._alone}:{number}")) for number in count(2))
-            task_id = next(each for each in ids if each not in self._seen)
+            task_id = str(uuid5(NAMESPACE_OID, f"{task_id}:{len(self._published)}"))
             rename_message(headers, body, properties, task_id)
-        self._seen.add(task_id)
         if HEADER not in headers:
             self._without_ticket.add(task_id)
         if RUN_HEADER in headers:

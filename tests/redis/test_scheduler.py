@@ -12,7 +12,7 @@ import threading
 import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta, timezone
 from functools import partial
 from typing import Any, ClassVar, NoReturn
@@ -1579,6 +1579,31 @@ def test_each_message_that_a_task_makes_of_one_run_has_an_id_of_its_own(bench, p
     assert ids[-1] == bench.history[0]["id"], "the first"
     if protocol == 2:
         assert [message["headers"]["id"] for message in sent] == ids
+    assert bench.decisions == ["dispatched"]
+
+
+class Insisting(Task):
+    """A user's class, which tries twice to send a call."""
+
+    abstract = True
+
+    def apply_async(self, *args: Any, **options: Any) -> Any:
+        with suppress(Exception):
+            super().apply_async(*args, **options | {"priority": object()})
+            pytest.fail("it was sent")
+        return super().apply_async(*args, **options)
+
+
+def test_a_second_try_of_a_task_to_send_a_run_keeps_its_id(bench):
+    app = bench.new_app()
+    backend_of(app).announce("w@h", ttl=60)
+    app.task(die_in_publish, name="own", base=Insisting, shared=False)  # only its name matters here
+    bench.put("e", task="own")
+
+    bench.scheduler(app=app).tick()
+
+    (message,) = bench.redis.lrange(QUEUE, 0, -1)
+    assert json.loads(message)["headers"]["id"] == bench.history[0]["id"]
     assert bench.decisions == ["dispatched"]
 
 
