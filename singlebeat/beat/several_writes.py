@@ -393,6 +393,7 @@ class SeveralWrites:
         """
         own_id, sent_as = message.occurrence.id, str(getattr(result, "id", None) or "")
         is_sent = own_id in self._published or self.app.conf.task_always_eager
+        is_sent = is_sent or (message.locks_itself and bool(self._published))
         held_by, waits_for = (getattr(result, name, None) for name in ("holder", "waits_for"))
         if message.locks_itself and getattr(result, "is_duplicate", False) and isinstance(held_by, Holder):
             return not_published(message, Refused(held_by))

@@ -104,7 +104,7 @@ class _Unchecked(Proxy):  # type: ignore[misc]
 
 
 class Body(NamedTuple):
-    """The body of a message as it came; whoever prints the request does not print it once more."""
+    """The body of a message as it came; a printed request, which has the arguments, does not show them once more."""
 
     content: bytes | str
     content_type: str
@@ -609,7 +609,9 @@ def _arguments_of_message(app: Celery, request: Context) -> tuple[list[Any], dic
 
     Those of the request may have been changed meanwhile, by receivers of ``task_prerun`` and by ``before_start``.
     """
-    came: Body = getattr(request, BODY)
+    came: Body | None = getattr(request, BODY)
+    if came is None:  # another class of requests has received it
+        return list(request.args or ()), dict(request.kwargs or {})
     body = loads(*came, accept=prepare_accept_content(app.conf.accept_content))
     args, kwargs = (body["args"], body["kwargs"]) if isinstance(body, Mapping) else body[:2]  # the former: protocol 1
     return list(args), dict(kwargs)

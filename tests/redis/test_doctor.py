@@ -1138,7 +1138,7 @@ def test_an_edited_entry_of_beat_schedule_is_named_until_the_next_term(bench, cl
     assert findings("entry mine", app=first.app) == []
 
 
-def test_a_definition_that_another_program_has_just_changed_is_said_to_be_so(bench, findings):
+def test_a_definition_that_another_program_has_just_changed_is_named(bench, findings):
     bench.conf["beat_schedule"] = {"mine": {"task": f"{APP}.plain", "schedule": 3600.0}}
     scheduler = bench.scheduler()
     scheduler.tick()
@@ -1151,7 +1151,7 @@ def test_a_definition_that_another_program_has_just_changed_is_said_to_be_so(ben
     assert text.startswith("another program has changed it, and beat has not read it since: the next term stores it")
 
 
-def test_a_process_without_a_schedule_says_that_it_does_not_check_that_of_beats(bench, findings):
+def test_a_process_without_a_schedule_says_what_it_does_not_check(bench, findings):
     """Such as one that gives ``beat_schedule`` to beats alone."""
     scheduler = bench.scheduler(app=bench.new_app(beat_schedule={"mine": {"task": f"{APP}.plain", "schedule": 3600.0}}))
     scheduler.tick()

@@ -126,7 +126,7 @@ def test_the_leader_is_shown_to_everybody(make, redis):
 
     leader = second.leader()
 
-    about = {"app", "statics", "version", "broker"}
+    about = {"app", "statics", "incomplete", "version", "broker"}
     assert set(leader) == {*about, "host", "pid", "since", "term", "ahead", "token", "lease_ms"}
     assert leader["term"] == str(term.number)
     assert 0 < redis.pttl(KEYS.leader) <= 60_000
