@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta, timezone
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn
 from unittest.mock import Mock
 from uuid import UUID
@@ -3141,7 +3140,7 @@ def test_a_receiver_that_fails_takes_no_entry_out_of_the_schedule(
     with connected(beat_init if signal_name == "beat_init" else failing.on_after_finalize, add):
         failing.finalize()
         scheduler = bench.scheduler(app=failing)
-        beat_init.send(sender=SimpleNamespace(app=failing, scheduler=scheduler))
+        beat_init.send(sender=type("Service", (), {"app": failing, "scheduler": scheduler})())
     scheduler.tick()
 
     names = ("kept", "gone", "new")
