@@ -395,10 +395,14 @@ class SeveralWrites:
         is_sent = own_id in self._published or self.app.conf.task_always_eager
         is_sent = is_sent or (message.locks_itself and bool(self._published))
         held_by, waits_for = (getattr(result, name, None) for name in ("holder", "waits_for"))
-        if message.locks_itself and getattr(result, "is_duplicate", False) and isinstance(held_by, Holder):
-            return not_published(message, Refused(held_by))
         if message.locks_itself and is_sent:
             return Published.under(waits_for if isinstance(waits_for, Holder) else None)
+        if message.locks_itself and getattr(result, "is_duplicate", False) and isinstance(held_by, Holder):
+            return not_published(message, Refused(held_by))
+        if is_sent and message.plan is not None and len(self._published) > 1:
+            why = f"{BY_OTHERS} made {len(self._published)} messages of it, of which one has its lock"
+            self.dispatcher.note_unlocked(message, why)
+            return Published(DecisionType.DISPATCHED, reason=why)
         if is_sent and (message.plan is None or own_id not in self._without_ticket):
             return None
         self.dispatcher.release(*message.locks)  # no worker would free them

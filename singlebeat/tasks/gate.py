@@ -630,9 +630,11 @@ def _keeping_arguments(app: Celery, request: Context) -> Iterator[None]:
     def restore(headers: Mapping[str, Any] | None = None, body: Any = None, **_: object) -> None:
         if id_of_message(headers or {}, body) == request.id:
             args, kwargs = (body["args"], body["kwargs"]) if isinstance(body, Mapping) else body[:2]
-            args[:], came = _arguments_of_message(app, request)
+            own_args, own_kwargs = _arguments_of_message(app, request)
+            if args:  # else Celery has put an empty tuple there
+                args[:] = own_args
             kwargs.clear()
-            kwargs.update(came)
+            kwargs.update(own_kwargs)
 
     before_task_publish.connect(restore, weak=False)  # so it is called last
     try:

@@ -166,15 +166,15 @@ def test_a_call_that_waits_is_sent_again_as_it_came(app, deliver, redis, base, p
         tenants.append(kwargs.pop("tenant", "public" if protocol == 2 else "acme"))
         kwargs["text"] = kwargs["text"][1:-1]
 
-    def body(value: str, notes: Any, text: str = "") -> None:
+    def body(notes: Any, text: str = "", value: str = "a") -> None:
         ran.append((value, notes, text))
 
     task = app.task(body, name="app.tenant", base=base, shared=False, overlap="buffer_all", unique_on=["value"])
-    lock = task.generate_lock(task.name, ["a", []]) if base is Marks else "SINGLETONLOCK_a"
+    lock = task.generate_lock(task.name, [[]]) if base is Marks else "SINGLETONLOCK_a"
     other = Ref(lock, "other", nonce="n")
     backend_of(app).begin(other, lease=60, remember_for=60, task=task.name, arguments="")
     headers = {HEADER: Ticket("b", other.key, other.key, waits=True).header()}
-    arguments = ["a"], {"notes": [], "text": "secret"}
+    arguments = [], {"notes": [], "text": "secret"}
 
     with connected(before_task_publish, encode), connected(task_prerun, decode):
         Task.apply_async(task, *arguments, task_id="b", compression=compression, headers=headers)
@@ -2071,8 +2071,9 @@ def test_a_run_that_ends_without_its_lock_says_so_once(app, deliver, redis, capl
         for _ in range(2):
             renewer_of(app)._work_off()
 
-    assert told == [(task.name, run)]
-    own = [record for record in caplog.records if task_id in record.getMessage()]  # others: of an earlier test's thread
+    # Others are of an earlier test's thread.
+    assert [(sender, ref) for sender, ref in told if ref.task_id == task_id] == [(task.name, run)]
+    own = [record for record in caplog.records if task_id in record.getMessage()]
     assert [record.singlebeat["event"] for record in own] == ["lock_lost"]
 
 

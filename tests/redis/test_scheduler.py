@@ -1564,7 +1564,7 @@ class Fanning(Task):
 
 
 @pytest.mark.parametrize("protocol", [1, 2])
-def test_each_message_that_a_task_makes_of_one_run_has_an_id_of_its_own(bench, protocol):
+def test_each_message_that_a_task_makes_of_one_run_has_an_id_of_its_own(bench, caplog, protocol):
     """A worker would take them for copies of the first."""
     app = bench.new_app(task_protocol=protocol)
     backend_of(app).announce("w@h", ttl=60)
@@ -1580,6 +1580,8 @@ def test_each_message_that_a_task_makes_of_one_run_has_an_id_of_its_own(bench, p
     if protocol == 2:
         assert [message["headers"]["id"] for message in sent] == ids
     assert bench.decisions == ["dispatched"]
+    assert "made 3 messages of it, of which one has its lock" in bench.history[0]["reason"]
+    assert "event=unlocked" in caplog.text
 
 
 class Insisting(Task):
