@@ -17,6 +17,7 @@ from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from celery import Task, states
+from celery.app.routes import Router
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.local import Proxy
@@ -584,7 +585,10 @@ def _send_again(
     def publish(**options: object) -> None:
         # The method of Task: the method of Singleton would hand the lock over to the new message.
         made = {**(signature.options.get("headers") or {}), **headers}  # a user's class may make its own
-        options = {**signature.options, "headers": made, **options}
+        # It goes where it has come from: a user's route function may not know arguments that a receiver has changed.
+        known = task.app.amqp.router
+        router = Router((), known.queues, known.create_missing, app=task.app)
+        options = {**signature.options, "headers": made, "router": router, **options}
         Task.apply_async(_Unchecked(lambda: task), list(signature.args), dict(signature.kwargs), **options)
 
     # All headers: with Sentry, ``request.headers`` holds only some of them.
@@ -613,8 +617,13 @@ def _arguments_of_message(app: Celery, request: Context) -> tuple[list[Any], dic
     if came is None:  # another class of requests has received it
         return list(request.args or ()), dict(request.kwargs or {})
     body = loads(*came, accept=prepare_accept_content(app.conf.accept_content))
-    args, kwargs = (body["args"], body["kwargs"]) if isinstance(body, Mapping) else body[:2]  # the former: protocol 1
+    args, kwargs = _arguments_in(body)
     return list(args), dict(kwargs)
+
+
+def _arguments_in(body: Any) -> tuple[Any, Any]:
+    """Return the arguments in the body of a message; that of protocol 1 is a mapping, which may lack them."""
+    return (body.get("args") or (), body.get("kwargs") or {}) if isinstance(body, Mapping) else body[:2]
 
 
 @contextmanager
@@ -629,7 +638,7 @@ def _keeping_arguments(app: Celery, request: Context) -> Iterator[None]:
 
     def restore(headers: Mapping[str, Any] | None = None, body: Any = None, **_: object) -> None:
         if id_of_message(headers or {}, body) == request.id:
-            args, kwargs = (body["args"], body["kwargs"]) if isinstance(body, Mapping) else body[:2]
+            args, kwargs = _arguments_in(body)
             own_args, own_kwargs = _arguments_of_message(app, request)
             if args:  # else Celery has put an empty tuple there
                 args[:] = own_args

@@ -188,6 +188,37 @@ def test_a_call_that_waits_is_sent_again_as_it_came(app, deliver, redis, base, p
     assert ran == [("a", ["before_start"] if base is Marks else [], "secret")]
 
 
+def test_no_route_is_asked_about_a_call_that_waits(app, deliver, redis):
+    """It goes where it has come from, and a receiver may have changed arguments that the function reads."""
+    asked = list[Any]()
+    app.conf.task_routes = (lambda name, args, *_, **__: asked.append(args),)
+    task = task_of(app)
+    first = task.delay("a")
+    request = deliver(task)
+    asked.clear()
+
+    with pytest.raises(Postponed):
+        postpone(task, request._context, request.ticket, countdown=0, why="its lock is held")
+
+    assert asked == []
+    assert [json.loads(raw)["headers"]["id"] for raw in queued(redis)] == [first.id]
+
+
+@pytest.mark.parametrize("given", [{"args": ["a"]}, {"kwargs": {"user": "a"}}])
+def test_a_message_of_protocol_1_may_lack_arguments(app, deliver, redis, given):
+    task = task_of(app, overlap="buffer_all")
+    other = Ref(task.generate_lock(task.name, ["a"]), "other", nonce="n")
+    backend_of(app).begin(other, lease=60, remember_for=60, task=task.name, arguments="")
+    with app.connection_for_write() as connection, connection.SimpleQueue("celery") as queue:
+        queue.put({"task": task.name, "id": "b", **given})
+
+    request = deliver(task)
+    started(request)
+
+    (raw,) = queued(redis)
+    assert json.loads(raw)["headers"]["id"] == "b"
+
+
 @pytest.mark.parametrize("base", [Singleton, None])
 def test_no_body_goes_into_the_headers_of_a_retry(app, deliver, redis, base):
     """RabbitMQ closes a connection over which a header of more than 128 kB comes."""
