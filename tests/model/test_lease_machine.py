@@ -375,7 +375,7 @@ def run(server: Any, redis: Redis, *, lease_class: type[Lease] = ManualLease, **
 
 
 def test_no_occurrence_is_claimed_twice_under_any_history(server, redis):
-    run(server, redis, max_examples=200, stateful_step_count=30)
+    run(server, redis, max_examples=130, stateful_step_count=30)
 
 
 #: Script and checks that are taken out of it, by what the machine must notice.

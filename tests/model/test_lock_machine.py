@@ -256,7 +256,7 @@ def test_a_lock_keeps_its_promises_under_any_history(server, redis):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=120,
+            max_examples=80,
             stateful_step_count=30,
             deadline=None,
             report_multiple_bugs=False,

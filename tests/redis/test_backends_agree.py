@@ -206,7 +206,7 @@ def kinds(verb: str, answer: Any) -> list[str]:
 def test_redis_and_memory_give_the_same_answers_to_any_history(server: RedisServer, redis: Redis) -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
     @given(history=histories)
     def agree(history: list[Ask]) -> None:
         redis.flushdb()

@@ -106,7 +106,7 @@ def every_own_name(test: Any) -> Any:
     return test
 
 
-EXAMPLES = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @EXAMPLES
