@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from celery.app.routes import MapRoute
@@ -46,13 +47,16 @@ def is_sent_by_others(app: Celery, task: object) -> bool:
     return any(are_by_others(task, "apply_async")) or any(are_by_others(app, "send_task"))
 
 
-def are_by_others(owner: object, method: str) -> Iterator[bool]:
-    """Yield whether each definition of a method of an app or task is neither Celery's nor ours, from the outside in."""
-    if method in vars(owner):
-        yield True
-    for kind in type(owner).__mro__:
-        if method in vars(kind):
-            yield kind.__module__.partition(".")[0] not in {"celery", "singlebeat"}
+def are_by_others(owner: object, method: str) -> Sequence[bool]:
+    """Return whether each definition of a method, from the outside in, is neither Celery's nor ours."""
+    of_class = _are_by_others(type(owner), method)  # type: ignore[arg-type]  # classes have hashes
+    return (True, *of_class) if method in vars(owner) else of_class
+
+
+@lru_cache(maxsize=1024)
+def _are_by_others(kind: type, method: str) -> Sequence[bool]:
+    homes = [each.__module__.partition(".")[0] for each in kind.__mro__ if method in vars(each)]
+    return tuple(home not in {"celery", "singlebeat"} for home in homes)
 
 
 @dataclass

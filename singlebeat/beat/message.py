@@ -68,7 +68,7 @@ class Message:
         overlap = self.occurrence.overlap or self.stored.policy.overlap
         task = app.tasks.get(entry.task)
         is_eager = task is not None and app.conf.task_always_eager  # beat runs it, and no worker frees its lock
-        ways = [] if task is None else [*are_by_others(task, "apply_async")]
+        ways = () if task is None else are_by_others(task, "apply_async")
         has_own_way = is_eager or any(ways[:1])
         self.is_sent_by_others = is_eager or any(ways) or any(are_by_others(app, "send_task"))
         if overlap is None and comes_once(entry.schedule) and drops_by_default(task):
