@@ -431,7 +431,10 @@ class SeveralWrites:
         routing_key: str = "",
         **_: object,
     ) -> None:
-        """Note that Celery is about to publish a message, its queue, and whether it has a ticket."""
+        """Note the queue of a message that Celery is about to publish, and whether it has a ticket.
+
+        A further message of one run, which code of others makes, gets a task id of its own.
+        """
         headers = {} if headers is None else headers
         task_id = id_of_message(headers, body)
         if task_id == self._alone and task_id in self._published:

@@ -187,8 +187,8 @@ def _code(app: Celery, schedule: Read, statics: Statics, about: str) -> Iterator
         yield Finding("problem", "beat_schedule", text)
     here = statics_here(app) if theirs else ""
     if theirs and not (here or load_code(app) or why_incomplete(app)) and theirs != [signature_of(app)["statics"]]:
-        number = counted(int(theirs[0].partition(" ")[0]), "entry", "entries")
-        text = f"this process has none, and beats have {number}: whether they are stored is not checked here"
+        number = theirs[0].partition(" ")[0]
+        text = f"this process has none, and beats have some ({number}): whether they are stored is not checked here"
         yield Finding("warning", "beat_schedule", text)
     differ = ""
     if len(theirs) > 1:
