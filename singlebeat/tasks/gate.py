@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from celery import Task, states
+from celery import Celery, Task, states
 from celery.app.routes import Router
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
@@ -30,17 +30,16 @@ from kombu.utils.encoding import safe_repr
 from .. import signals
 from ..broker import BlockedError, ConfirmingSender, own_broker
 from ..config import Config
-from ..destination import id_of_message, seeing_sent
+from ..destination import id_of_message
 from ..errors import LockBackendError, UnusableLockError
 from ..locks import backend_of, seconds_until
-from ..locks.acquire import note, note_of_broker, suspect
+from ..locks.acquire import note_of_broker, suspect
 from ..locks.base import (
     HEADER,
     LONGEST_WAIT,
     MOST_WAITS,
     RUN_HEADER,
     Holder,
-    Ref,
     Renewal,
     Ticket,
     Verdict,
@@ -57,8 +56,7 @@ from ..server_errors import is_denied
 from .renewer import GATE_PAUSE, has_renewer, renewer_of
 
 if TYPE_CHECKING:
-    from celery import Celery
-
+    from ..locks.base import Headers
     from ..locks.key import Arguments, NamedArguments
 
 __all__ = (
@@ -98,10 +96,23 @@ BODY = "singlebeat_body"
 setattr(Context, BODY, None)
 
 
+class _CelerysOwn(Proxy):  # type: ignore[misc]
+    """An app whose calls Celery sends, and no ``send_task`` of the user's: that has seen them when they were made."""
+
+    def send_task(self, *args: Any, **options: Any) -> Any:
+        return Celery.send_task(self._get_current_object(), *args, **options)
+
+
 class _Unchecked(Proxy):  # type: ignore[misc]
-    """A task whose arguments Celery does not check: a receiver may have added some that another one takes away."""
+    """A task whose calls Celery sends as they are.
+
+    Their arguments are not checked: a receiver may have added some that another one takes away.
+    """
 
     typing = False
+
+    def _get_app(self) -> Any:
+        return _CelerysOwn(lambda: self._get_current_object().app)
 
 
 class Body(NamedTuple):
@@ -592,20 +603,16 @@ def _send_again(
         Task.apply_async(_Unchecked(lambda: task), list(signature.args), dict(signature.kwargs), **options)
 
     # All headers: with Sentry, ``request.headers`` holds only some of them.
-    with (
-        same_trace(vars(request)),
-        _keeping_arguments(task.app, request),
-        seeing_sent(task.app, task, ticket.task_id) as sent,
-    ):
+    with same_trace(vars(request)), _keeping_message(task.app, request, {**_headers_of_others(request), **headers}):
         if sender is None:
             publish()
         else:
             sender.send(publish)
-    if ticket.queued and sent.queues:
-        place = Ref(ticket.queued, ticket.task_id, ticket.generation)
-        told = note(place, broker=own_broker(task.app), delay=countdown, queue=sent.queues[-1])
-        with suppress(LockBackendError):  # the note is for the search for lost messages alone
-            backend_of(task.app).note_sent({place: told}, lease=0)
+
+
+def _headers_of_others(request: Context) -> Headers:
+    """Return the headers of a request's message that are not Celery's; ``request.headers`` may hold only some."""
+    return without_deaths(request._get_custom_headers(vars(request)))
 
 
 def _arguments_of_message(app: Celery, request: Context) -> tuple[list[Any], dict[str, Any]]:
@@ -627,17 +634,17 @@ def _arguments_in(body: Any) -> tuple[Any, Any]:
 
 
 @contextmanager
-def _keeping_arguments(app: Celery, request: Context) -> Iterator[None]:
-    """Keep the arguments of a request's message while it is sent again.
+def _keeping_message(app: Celery, request: Context, own_headers: Headers) -> Iterator[None]:
+    """Keep the arguments and the headers of a request's message while it is sent again.
 
-    Receivers of ``before_task_publish`` have changed them already, when it was sent first: they may encrypt them.
+    Receivers of ``before_task_publish`` have changed them already, when it was sent first: they may encrypt arguments,
+    or name the user on whose behalf the call was made, who is not known here.
     """
-    if not before_task_publish.receivers:
-        yield
-        return
 
-    def restore(headers: Mapping[str, Any] | None = None, body: Any = None, **_: object) -> None:
+    def restore(headers: dict[str, Any] | None = None, body: Any = None, **_: object) -> None:
         if id_of_message(headers or {}, body) == request.id:
+            if headers:  # protocol 1 has none
+                headers.update(own_headers)
             args, kwargs = _arguments_in(body)
             own_args, own_kwargs = _arguments_of_message(app, request)
             if args:  # else Celery has put an empty tuple there

@@ -188,6 +188,61 @@ def test_a_call_that_waits_is_sent_again_as_it_came(app, deliver, redis, base, p
     assert ran == [("a", ["before_start"] if base is Marks else [], "secret")]
 
 
+@pytest.mark.parametrize("protocol", [2, 1])
+def test_a_call_that_waits_passes_by_the_own_send_task_of_its_app(app, deliver, redis, protocol):
+    """It has seen the call when it was made: here it would name another user, and encode the text once more."""
+    user, makers = ["alice"], list[Any]()
+
+    class Own(type(app)):
+        def send_task(self, name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+            makers.append(name)
+            return super().send_task(name, (*args, user[0]), {"text": f"<{kwargs['text']}>"}, **options)
+
+    app.__class__ = Own
+    app.conf.task_protocol = protocol
+    ran = list[Any]()
+
+    def body(user: str, text: str = "") -> None:
+        ran.append((user, text))
+
+    options = {"typing": False, "overlap": "buffer_all", "unique_on": []}
+    task = app.task(body, name="app.own", base=Singleton, shared=False, **options)
+    other = Ref(task.generate_lock(task.name, ["any"]), "other", nonce="n")
+    backend_of(app).begin(other, lease=60, remember_for=60, task=task.name, arguments="")
+    headers = {HEADER: Ticket("b", other.key, other.key, waits=True).header()}
+    Task.apply_async(task, [], {"text": "secret"}, headers=headers, task_id="b")
+    user[0] = "nobody"
+
+    for _ in range(3):
+        started(deliver(task))
+    backend_of(app).finish_many([other], remember_for=60)
+    started(deliver(task))
+
+    assert ran == [("alice", "<secret>")]
+    assert len(makers) == 1
+
+
+def test_a_call_that_waits_keeps_the_headers_that_its_message_has_brought(app, deliver, redis):
+    """Here a receiver notes the user on whose behalf a call is made, whom the worker does not know."""
+    user = ["alice"]
+
+    def note_user(headers: Any, **_: Any) -> None:
+        headers["user"] = user[0]
+
+    task = task_of(app)
+    with connected(before_task_publish, note_user):
+        task.apply_async(["a"], headers={"tenant": "acme"})
+        user[0] = "nobody"
+        (first,) = (json.loads(raw)["headers"] for raw in queued(redis))
+        request = deliver(task)
+        with pytest.raises(Postponed):
+            postpone(task, request._context, request.ticket, countdown=0, why="its lock is held")
+
+    (headers,) = (json.loads(raw)["headers"] for raw in queued(redis))
+    assert (headers["user"], headers["tenant"]) == ("alice", "acme")
+    assert set(headers) == set(first)
+
+
 def test_no_route_is_asked_about_a_call_that_waits(app, deliver, redis):
     """It goes where it has come from, and a receiver may have changed arguments that the function reads."""
     asked = list[Any]()
@@ -264,7 +319,7 @@ def test_a_retry_that_a_class_of_the_user_does_not_send_keeps_no_lock(app, deliv
     assert not redis.exists("SINGLETONLOCK_a")
 
 
-def test_a_call_that_waits_notes_the_queue_of_each_try(app, deliver, redis):
+def test_a_call_that_waits_goes_back_to_its_queue(app, deliver, redis):
     """An own ``send_task`` may choose another one by the time of day, or in another release."""
     send_task = app.send_task
 
@@ -283,8 +338,8 @@ def test_a_call_that_waits_notes_the_queue_of_each_try(app, deliver, redis):
     lock = task.generate_lock(task.name, ["a"])
     assert redis.hget(lock, "id") == first.id
     place = redis.hgetall(behind_key(lock))
-    assert (place["id"], json.loads(place["sent"])["queue"]) == (waiting, "elsewhere")
-    assert redis.llen("elsewhere") == 1
+    assert (place["id"], json.loads(place["sent"])["queue"]) == (waiting, "celery")
+    assert [json.loads(raw)["headers"]["id"] for raw in queued(redis)] == [waiting]
 
 
 def test_a_call_that_runs_in_a_batch_frees_its_lock_with_its_message(app, deliver, redis):
