@@ -54,6 +54,9 @@ NO_QUEUE = "start a worker that reads the queue, or correct exchange or routing_
 #: Errors of an unreachable broker or locks' server.
 UNREACHABLE = (OperationalError, RedisError, LockBackendError, OSError)
 
+#: Errors of a database that is unreachable or locked: the names that PEP 249 gives them, in whichever library.
+OF_DATABASES = frozenset({"OperationalError", "InterfaceError"})
+
 #: Errors of a message that cannot be made, as with an option of the wrong type or an unknown compression.
 UNUSABLE = (LookupError, TypeError, ValueError, DataError)
 
@@ -72,10 +75,14 @@ class NoQueueError(SchedulingError):  # type: ignore[misc]
 def is_transient(exc: Exception) -> bool:
     """Return whether an attempt failed because of a server, so that a retry may succeed.
 
-    The server is unreachable, or refuses what it may allow later.
+    The server is unreachable, or refuses what it may allow later. It may be a database that a task's own
+    ``apply_async`` asks.
     """
     return any(
-        (isinstance(cause, UNREACHABLE) and not _is_of_message(cause)) or may_pass(cause) or is_without_queue(cause)
+        (isinstance(cause, UNREACHABLE) and not _is_of_message(cause))
+        or may_pass(cause)
+        or is_without_queue(cause)
+        or not OF_DATABASES.isdisjoint(kind.__name__ for kind in type(cause).__mro__)
         for cause in causes(exc)
     )
 

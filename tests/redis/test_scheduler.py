@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -1639,6 +1640,31 @@ def test_a_run_whose_task_raises_once_it_was_sent_is_not_sent_again(bench, monke
     assert record["reason"].endswith("after it was sent")
     assert bench.redis.llen(QUEUE) == 1
     assert len(list(bench.redis.scan_iter("SINGLETONLOCK_*"))) == (0 if own_id else 1)
+
+
+def test_a_run_stays_pending_while_a_database_that_its_task_asks_is_away(bench):
+    """Its class writes a row about each call; SQLite's locked database stands for all databases."""
+    app, is_locked = bench.new_app(), [True]
+
+    class Audited(Task):
+        abstract = True
+
+        def apply_async(self, *args: Any, **options: Any) -> Any:
+            if is_locked:
+                raise sqlite3.OperationalError("database is locked")
+            return super().apply_async(*args, **options)
+
+    app.task(die_in_publish, name="own", base=Audited, shared=False)  # only its name matters here
+    bench.put("e", task="own")
+    scheduler = bench.scheduler(app=app)
+
+    scheduler.tick()
+    is_locked.clear()
+    bench.retry_now()
+    scheduler.tick()
+
+    assert [record["decision"] for record in bench.history] == ["dispatched"]
+    assert bench.redis.llen(QUEUE) == 1
 
 
 def test_a_result_that_cannot_be_read_harms_no_other_entry(bench, monkeypatch):
