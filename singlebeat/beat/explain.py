@@ -134,6 +134,7 @@ class Facts:
     late_place: str = ""  #: why beat does not check it in time, and what to do; empty if its place is not late
     no_place: str = ""  #: why it is never due, and what to do; empty if it has a place in the sorted set
     pending: Occurrence | None = None  #: claimed, and not known to be sent
+    backfill: str = ""  #: how far one that is not finished has come, and what to do; empty if there is none
     no_retry: str = ""  #: why no beat tries to send it, and what to do; empty if one does
     refused: str = ""  #: what the schedule's server refuses, which may keep beats from their work
     broker_away: str = ""  #: why the broker takes no messages
@@ -185,6 +186,8 @@ def _sentences(facts: Facts, at: datetime | None) -> Iterator[str]:
     yield from _refusals(facts)
     if at is None:
         yield from _pending(facts)
+        if facts.backfill:
+            yield f"{_sentence(facts.backfill)}."
     record = record_at(facts.records, at)
     if at is not None and at.replace(microsecond=0) > facts.now:
         yield f"{_moment(at)} has not come yet: this is about the last run before it."

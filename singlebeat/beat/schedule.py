@@ -543,6 +543,15 @@ class Schedule:
         unusable |= {entry.name: why for entry in entries if (why := entry.why_unusable(now))}
         return entries, unusable
 
+    def unfinished_backfill(self, name: str) -> str:
+        """Return how far a backfill of an entry has come, and what to do; empty if none is unfinished."""
+        key = self.keys.named(name)
+        found: str = self._client.hget(key, "backfill") or ""
+        try:
+            return Span.decode(found, name, key).unfinished(name, key) if found else ""
+        except EntryError as exc:
+            return str(exc)
+
     def no_place(self, name: str) -> str:
         """Return that an entry has no place in the sorted set, and what to do; empty if it has a place.
 

@@ -340,6 +340,7 @@ def _facts_of(app: Celery, name: str, when: datetime | None) -> Facts:
         if state.is_led_by(owner_of(app))
         else None,
         no_place=entries.no_place(name) if entry is not None else "",
+        backfill=entries.unfinished_backfill(name) if entry is not None else "",
         late_place=next((str(place) for _, place in late_places(app, [entry])), "") if entry is not None else "",
         pending=pending,
         no_retry=entries.no_retry(name) if pending is not None else "",

@@ -100,7 +100,8 @@ def entry(board: Board, request: PageRequest, user: User) -> Page:
         "zone": zone(board, request, found),
         "lock": _lock_of(board, found),
         "timeline": timeline,
-        "backfill": board.backfills.get(name),
+        "backfill": (begun := board.backfills.get(name)),
+        "unfinished": schedule.unfinished_backfill(name) if found is not None and begun is None else "",
         "changes": board.changes(name, 5),
     }
     return Page("entry.html", context)

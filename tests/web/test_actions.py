@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 import re
 from datetime import timedelta
 from urllib.parse import urlencode
@@ -14,7 +16,7 @@ from singlebeat.errors import UnknownEntryError
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import Ref
 from singlebeat.web.security import Users
-from tests.redis.conftest import bench, bench_on  # noqa: F401 - fixtures
+from tests.redis.conftest import bench, bench_on, cli  # noqa: F401 - fixtures
 from tests.support import APP, wait_until
 
 from .test_edit import save
@@ -156,6 +158,21 @@ def test_the_runs_of_a_backfill_are_handed_to_beat(visit, bench, redis):  # noqa
 
     wait_until(sent, what="the runs of the backfill")
     wait_until(lambda: "3 of 3 runs were handed" in page.get("/entry?name=e").text, what="the end of the backfill")
+
+
+def test_a_backfill_that_ended_with_its_process_is_shown_as_unfinished(visit, redis, e, cli):  # noqa: F811
+    """It was begun by the page, for example, which was deployed anew."""
+    start, at, end = (f"2026-11-{day:02}T00:00:00+00:00" for day in (1, 2, 4))
+    redis.hset("redbeat:e", "backfill", json.dumps({"start": start, "end": end, "at": at, "run": "r"}))
+
+    said = cli("explain", "e").output
+    page = html.unescape(visit().get("/entry?name=e").text)
+    answer = visit().get("/api/backfill?name=e")
+
+    assert f"celery singlebeat backfill e {start} {end}" in said
+    for text in (said, page, answer.json()["detail"]):
+        assert "2026-11-04 00:00:00+00:00 is not finished: beat has the runs up to 2026-11-02" in text
+    assert answer.status_code == 404
 
 
 def test_a_backfill_whose_list_has_changed_is_not_begun(visit, redis, e):

@@ -137,6 +137,26 @@ def _locks(client: Client) -> None:
     assert client("GET", "/locks").json()["locks"] == []
 
 
+@pytest.mark.parametrize(("matches", "status"), [(None, 409), ("*", 409), ("as read", 412)])
+def test_an_overtaken_change_says_whether_its_condition_failed(client, app, e, monkeypatch, matches, status):
+    """``*`` is any version of an entry that exists, and it exists."""
+    stored, others = Schedule.save, list[Schedule]()
+
+    def save_second(self: Schedule, entry: Any) -> Any:
+        if not others:  # between reading and writing
+            others.append(Schedule(app))
+            others[0].upsert("e", PLAIN, crontab(minute=1, hour=3))
+        return stored(self, entry)
+
+    version = client("GET", "/entry", name="e").headers["ETag"]
+    monkeypatch.setattr(Schedule, "save", save_second)
+    headers = {"If-Match": version if matches == "as read" else matches} if matches else {}
+
+    client("PATCH", "/entry", {"policy": {"note": "x"}}, status, name="e", headers=headers)
+
+    assert len(others) == 1
+
+
 def test_a_lock_that_is_not_freed_is_a_conflict(client, schedule):
     answer = client("POST", "/unlock", {"which": "none"}, 409)
 

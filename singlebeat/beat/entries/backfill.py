@@ -46,6 +46,31 @@ class Span:
         times = {name: getattr(self, name).isoformat() for name in ("start", "end", "at")}
         return json.dumps({**times, "run": self.run})
 
+    @classmethod
+    def decode(cls, text: str, name: str, key: str) -> Span:
+        """Return the span of a ``backfill`` field.
+
+        Raises:
+            EntryError: the field cannot be decoded.
+        """
+        try:
+            raw = json.loads(text)
+            run = str(raw.pop("run", ""))
+            return cls(**{name: datetime.fromisoformat(value) for name, value in raw.items()}, run=run)
+        except (ValueError, TypeError, AttributeError, RecursionError) as exc:
+            raise EntryError(
+                f"entry {name!r}: its field backfill cannot be read, HDEL {shlex.quote(key)} backfill: {exc}"
+            ) from exc
+
+    def unfinished(self, name: str, key: str) -> str:
+        """Return how far a stored backfill has come, and what to do if no process goes on with it."""
+        again = shlex.join((name, self.start.isoformat(), self.end.isoformat()))
+        return (
+            f"its backfill from {self.start} to {self.end} is not finished: beat has the runs up to {self.at}; unless "
+            f"a process goes on with it, repeat it: celery singlebeat backfill {again}; or cancel it: "
+            f"HDEL {shlex.quote(key)} backfill"
+        )
+
     def resumed(self, text: str | None, name: str, key: str) -> Span:
         """Return the span with the progress of an earlier call, as that call has written it.
 
@@ -55,14 +80,7 @@ class Span:
         """
         if not text:
             return self
-        try:
-            raw = json.loads(text)
-            run = str(raw.pop("run", ""))
-            found = Span(**{name: datetime.fromisoformat(value) for name, value in raw.items()}, run=run)
-        except (ValueError, TypeError, AttributeError, RecursionError) as exc:
-            raise EntryError(
-                f"entry {name!r}: its field backfill cannot be read, HDEL {shlex.quote(key)} backfill: {exc}"
-            ) from exc
+        found = self.decode(text, name, key)
         if (found.start, found.end) != (self.start, self.end):
             raise ConflictError(
                 f"entry {name!r} has an unfinished backfill from {found.start} to {found.end}: finish it with the same "

@@ -244,7 +244,9 @@ def backfill_progress(call: Call) -> Result:
     """Return how far a backfill is that was begun in this process."""
     found = call.board.backfills.get(call.name)
     if found is None:
-        raise UnknownEntryError(f"no backfill of {call.name!r} was begun here since this process was started")
+        why = f"no backfill of {call.name!r} was begun here since this process was started"
+        unfinished = call.schedule.unfinished_backfill(call.name)
+        raise UnknownEntryError(f"{why}; {unfinished}" if unfinished else why)
     return Result({"total": found.total, "count": found.count, "is_over": found.is_over, "problem": found.problem})
 
 

@@ -180,7 +180,9 @@ def save(
     except ConflictError as exc:
         now = stored(schedule, name)
         parts = differences(version_of(found), version_of(now))
-        raise ChangedError(str(exc), parts, is_condition=bool(expected) or must_be_new) from None
+        # Any version is still there, of which ``*`` speaks; it was another write that was faster.
+        is_condition = must_be_new or now is None or [*expected] not in ([], ["*"])
+        raise ChangedError(str(exc), parts, is_condition=is_condition) from None
     return found is None
 
 
