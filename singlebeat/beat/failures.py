@@ -82,9 +82,15 @@ def is_transient(exc: Exception) -> bool:
         (isinstance(cause, UNREACHABLE) and not _is_of_message(cause))
         or may_pass(cause)
         or is_without_queue(cause)
-        or not OF_DATABASES.isdisjoint(kind.__name__ for kind in type(cause).__mro__)
+        or _is_of_database(cause)
         for cause in causes(exc)
     )
+
+
+def _is_of_database(exc: BaseException) -> bool:
+    """Return whether a database is the cause; kombu's error of the same name wraps any other one."""
+    names = {kind.__name__ for kind in type(exc).__mro__}
+    return not isinstance(exc, OperationalError) and not names.isdisjoint(OF_DATABASES)
 
 
 def causes(exc: BaseException | None) -> Iterator[BaseException]:
