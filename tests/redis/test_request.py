@@ -211,7 +211,7 @@ def test_a_call_that_waits_passes_by_the_own_send_task_of_its_app(app, deliver, 
     backend_of(app).begin(other, lease=60, remember_for=60, task=task.name, arguments="")
     headers = {HEADER: Ticket("b", other.key, other.key, waits=True).header()}
     Task.apply_async(task, [], {"text": "secret"}, headers=headers, task_id="b")
-    user[0] = "nobody"
+    user[0] = "worker"
 
     for _ in range(3):
         started(deliver(task))
@@ -232,7 +232,7 @@ def test_a_call_that_waits_keeps_the_headers_that_its_message_has_brought(app, d
     task = task_of(app)
     with connected(before_task_publish, note_user):
         task.apply_async(["a"], headers={"tenant": "acme"})
-        user[0] = "nobody"
+        user[0] = "worker"
         (first,) = (json.loads(raw)["headers"] for raw in queued(redis))
         request = deliver(task)
         with pytest.raises(Postponed):
