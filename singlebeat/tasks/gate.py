@@ -573,9 +573,7 @@ def _send_again(
 ) -> None:
     countdown = _sendable(task.app, countdown)
     again = replace(ticket.undelivered, pause=countdown)
-    headers = {**without_deaths(request.headers), HEADER: again.header()}
-    if isinstance(run := vars(request).get(RUN_HEADER), dict):  # with Sentry, ``request.headers`` holds only some
-        headers[RUN_HEADER] = run
+    headers = {**without_deaths(request.headers), **_headers_of_others(request), HEADER: again.header()}
     headers["parent_id"] = request.parent_id  # in place of Celery's: it would take this run for the parent
     shown = {name: request.get(name) for name in ("argsrepr", "kwargsrepr")}  # else Celery would show all arguments
     encoding = {"serializer": ticket.serializer, "compression": request.get("compression")}
@@ -603,7 +601,7 @@ def _send_again(
         Task.apply_async(_Unchecked(lambda: task), list(signature.args), dict(signature.kwargs), **options)
 
     # All headers: with Sentry, ``request.headers`` holds only some of them.
-    with same_trace(vars(request)), _keeping_message(task.app, request, {**_headers_of_others(request), **headers}):
+    with same_trace(vars(request)), _keeping_message(task.app, request, headers):
         if sender is None:
             publish()
         else:
@@ -611,7 +609,7 @@ def _send_again(
 
 
 def _headers_of_others(request: Context) -> Headers:
-    """Return the headers of a request's message that are not Celery's; ``request.headers`` may hold only some."""
+    """Return the headers of a request's message that are not Celery's; ``request.headers`` lacks some with Sentry."""
     return without_deaths(request._get_custom_headers(vars(request)))
 
 

@@ -87,7 +87,7 @@ def entry(board: Board, request: PageRequest, user: User) -> Page:
         next_run, state = outlook(found, board.now, board.many_paused(found))
         with suppress(EntryError):
             upcoming = [*schedule.next_runs(name, 10, within=CALCULATED_FOR)]
-    records = board.history(name, IN_TIMELINE)
+    records, begun = board.history(name, IN_TIMELINE), board.backfills.get(name)
     context = {
         "name": name,
         "entry": found,
@@ -100,7 +100,7 @@ def entry(board: Board, request: PageRequest, user: User) -> Page:
         "zone": zone(board, request, found),
         "lock": _lock_of(board, found),
         "timeline": timeline,
-        "backfill": (begun := board.backfills.get(name)),
+        "backfill": begun,
         "unfinished": schedule.unfinished_backfill(name) if found is not None and begun is None else "",
         "changes": board.changes(name, 5),
     }

@@ -175,6 +175,13 @@ def test_a_backfill_that_ended_with_its_process_is_shown_as_unfinished(visit, re
     assert answer.status_code == 404
 
 
+def test_a_backfill_whose_progress_cannot_be_read_is_shown_with_a_remedy(visit, redis, e, cli):  # noqa: F811
+    redis.hset("redbeat:e", "backfill", "{")
+
+    for text in (cli("explain", "e").output, html.unescape(visit().get("/entry?name=e").text)):
+        assert "its field backfill cannot be read, HDEL redbeat:e backfill" in text
+
+
 def test_a_backfill_whose_list_has_changed_is_not_begun(visit, redis, e):
     answer = visit().submit("/backfill?name=e&start=2026-11-01T00:00&end=2026-11-04T00:00", count="2")
 
