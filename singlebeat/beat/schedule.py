@@ -545,12 +545,20 @@ class Schedule:
 
     def unfinished_backfill(self, name: str) -> str:
         """Return how far a backfill of an entry has come, and what to do; empty if none is unfinished."""
-        key = self.keys.named(name)
-        found: str = self._client.hget(key, "backfill") or ""
-        try:
-            return Span.decode(found, name, key).unfinished(name, key) if found else ""
-        except EntryError as exc:
-            return str(exc)
+        return "".join(why for _, why in self.unfinished_backfills([name]))
+
+    def unfinished_backfills(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield those of some entries that have an unfinished backfill, and what ``unfinished_backfill`` says of it."""
+        for at in range(0, len(names), BATCH):
+            some = names[at : at + BATCH]
+            keys = [self.keys.named(name) for name in some]
+            for name, key, fields in zip(some, keys, read_fields(self._client, keys, "backfill"), strict=True):
+                if isinstance(fields, str) or not (found := fields[-1]):
+                    continue
+                try:
+                    yield name, Span.decode(found, name, key).unfinished(name, key)
+                except EntryError as exc:
+                    yield name, str(exc)
 
     def no_place(self, name: str) -> str:
         """Return that an entry has no place in the sorted set, and what to do; empty if it has a place.

@@ -168,9 +168,10 @@ def test_a_backfill_that_ended_with_its_process_is_shown_as_unfinished(visit, re
     said = cli("explain", "e").output
     page = html.unescape(visit().get("/entry?name=e").text)
     answer = visit().get("/api/backfill?name=e")
+    checked = cli("doctor", code=1).output
 
     assert f"celery singlebeat backfill e {start} {end}" in said
-    for text in (said, page, answer.json()["detail"]):
+    for text in (said, page, answer.json()["detail"], checked):
         assert "2026-11-04 00:00:00+00:00 is not finished: beat has the runs up to 2026-11-02" in text
     assert answer.status_code == 404
 
@@ -178,7 +179,9 @@ def test_a_backfill_that_ended_with_its_process_is_shown_as_unfinished(visit, re
 def test_a_backfill_whose_progress_cannot_be_read_is_shown_with_a_remedy(visit, redis, e, cli):  # noqa: F811
     redis.hset("redbeat:e", "backfill", "{")
 
-    for text in (cli("explain", "e").output, html.unescape(visit().get("/entry?name=e").text)):
+    said, checked = cli("explain", "e").output, cli("doctor", code=1).output
+
+    for text in (said, checked, html.unescape(visit().get("/entry?name=e").text)):
         assert "its field backfill cannot be read, HDEL redbeat:e backfill" in text
 
 

@@ -52,6 +52,7 @@ def check_entries(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield from _over(app, schedule)
     yield from _unplaced(app, datetime.fromtimestamp(schedule.state.now, UTC))
     yield from _unretried(app)
+    yield from _unfinished_backfills(app, schedule)
 
 
 def _unplaced(app: Celery, now: datetime) -> Iterator[Finding]:
@@ -74,6 +75,16 @@ def _unretried(app: Celery) -> Iterator[Finding]:
             yield Finding("problem", f"entry {name}", f"its run is claimed and not confirmed, and {why}")
     if len(names) > MOST_NAMED:
         yield Finding("problem", "entries", f"more than these {MOST_NAMED} are not in {Keys.of(app).pending}")
+
+
+def _unfinished_backfills(app: Celery, schedule: Read) -> Iterator[Finding]:
+    """Check for backfills that are running, or whose process has ended before them."""
+    names = [entry.name for entry in schedule.usable]
+    unfinished = [*islice(Schedule(app).unfinished_backfills(names), MOST_NAMED + 1)]
+    for name, why in unfinished[:MOST_NAMED]:
+        yield Finding("warning", f"entry {name}", why)
+    if len(unfinished) > MOST_NAMED:
+        yield Finding("warning", "entries", f"more than these {MOST_NAMED} have an unfinished backfill")
 
 
 def _is_idle(entries: Schedule, name: str, now: datetime) -> bool:
