@@ -43,7 +43,7 @@ __all__ = (
 log = Log("celery.beat")
 
 #: The servers without which messages are not sent, as the log names them.
-BROKER, LOCKS = "the broker", "the locks' server"
+BROKER, LOCKS, DATABASE = "the broker", "the locks' server", "a database that its task asks"
 
 #: Seconds between two tries of all commands that locks need, while the locks' server refuses one.
 TRY_LOCKS_EVERY = 1.0
@@ -114,6 +114,8 @@ def is_refusal(exc: Exception) -> bool:
 
 def _server_of(exc: BaseException) -> str:
     """Return the server that is behind the error of a message."""
+    if any(map(_is_of_database, causes(exc))):
+        return DATABASE
     return LOCKS if any(isinstance(cause, LockBackendError) for cause in causes(exc)) else BROKER
 
 
@@ -162,8 +164,14 @@ class Failures:
         self._ask_again_at = 0.0  #: monotonic: when that server may be asked for locks again
 
     def is_refused(self, message: Message, exc: Exception) -> bool:
-        """Return whether the broker answers and does not take one message for now; log it now and then."""
-        if not any(is_of_one_message(cause) or is_without_queue(cause) for cause in causes(exc)):
+        """Return whether one message cannot be sent for now, and the broker is not the cause; log it now and then.
+
+        The broker refuses it, or a database is away that its task asks.
+        """
+        is_of_one = _server_of(exc) == DATABASE or any(
+            is_of_one_message(cause) or is_without_queue(cause) for cause in causes(exc)
+        )
+        if not is_of_one:
             return False
         if self.backoff.refused(message.entry.key):
             self._log_refusal(message, exc)
@@ -178,6 +186,8 @@ class Failures:
     def _log_refusal(self, message: Message, exc: Exception) -> None:
         text = "beat: %(server)s answers, and does not take the message of %(entry)s, which stays pending"
         about = {"server": _server_of(exc), "entry": message.entry.name}
+        if about["server"] == DATABASE:
+            text = "beat: the message of %(entry)s stays pending, because %(server)s fails"
         advice = f": {NO_QUEUE}" if any(map(is_without_queue, causes(exc))) else ""
         log.error(text, event="refused", **about, reason=f"{in_words(exc)}{advice}")
 

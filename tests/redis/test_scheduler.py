@@ -1642,7 +1642,7 @@ def test_a_run_whose_task_raises_once_it_was_sent_is_not_sent_again(bench, monke
     assert len(list(bench.redis.scan_iter("SINGLETONLOCK_*"))) == (0 if own_id else 1)
 
 
-def test_a_run_stays_pending_while_a_database_that_its_task_asks_is_away(bench):
+def test_a_run_stays_pending_while_a_database_that_its_task_asks_is_away(bench, caplog):
     """Its class writes a row about each call; SQLite's locked database stands for all databases."""
     app, is_locked = bench.new_app(), [True]
 
@@ -1659,6 +1659,9 @@ def test_a_run_stays_pending_while_a_database_that_its_task_asks_is_away(bench):
     scheduler = bench.scheduler(app=app)
 
     scheduler.tick()
+    (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert line.getMessage().startswith("beat: the message of e stays pending, because a database that its task asks")
+    assert "database is locked" in line.getMessage()
     is_locked.clear()
     bench.retry_now()
     scheduler.tick()
