@@ -26,6 +26,7 @@ __all__ = (
     "are_by_others",
     "id_of_message",
     "is_sent_by_others",
+    "kind_of",
     "queue_of_call",
     "queue_reached",
     "reaches_all",
@@ -140,7 +141,7 @@ def queue_of_call(
     if isinstance(queue, Broadcast):  # its name is another one in each process
         return ""
     exchange, routing_key = route.get("exchange"), route.get("routing_key")
-    kind = route.get("exchange_type") or _kind_of(queue)
+    kind = route.get("exchange_type") or kind_of(queue)
     if (not exchange or not routing_key) and kind == "direct":  # as Celery does in ``send_task_message``
         return str(getattr(queue, "name", ""))
     if exchange is None:
@@ -157,14 +158,14 @@ def reaches_all(app: Celery, task: str, options: Options, args: Arguments, kwarg
     Raises:
         Exception: as ``queue_of_call`` does.
     """
-    kinds = {_kind_of(queue) for queue in (options.get("queue"), *app.amqp.queues.values())}
+    kinds = {kind_of(queue) for queue in (options.get("queue"), *app.amqp.queues.values())}
     if "fanout" not in {*kinds, options.get("exchange_type")}:  # without the routers, which may be slow
         return False
     route = _route(app, task, options, args, kwargs)
-    exchange, kind = route.get("exchange"), route.get("exchange_type") or _kind_of(route["queue"])
+    exchange, kind = route.get("exchange"), route.get("exchange_type") or kind_of(route["queue"])
     if exchange and route.get("routing_key") and not route.get("exchange_type"):  # else Celery sends it to the queue
         name = getattr(exchange, "name", exchange)
-        of_name = (_kind_of(queue) for queue in app.amqp.queues.values() if queue.exchange.name == name)
+        of_name = (kind_of(queue) for queue in app.amqp.queues.values() if queue.exchange.name == name)
         kind = getattr(exchange, "type", None) or next(of_name, kind)
     return bool(kind == "fanout")
 
@@ -186,6 +187,6 @@ def _route(
     return {**route, "queue": app.amqp.queues[queue] if isinstance(queue, str) else queue}
 
 
-def _kind_of(queue: object) -> str:
+def kind_of(queue: object) -> str:
     """Return the kind of the exchange of a queue."""
     return str(getattr(getattr(queue, "exchange", None), "type", "direct"))

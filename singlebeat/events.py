@@ -253,7 +253,6 @@ EVENTS: Mapping[str, Event] = {
         (WARNING,),
         "The ends of runs could not be recorded, because of the schedule's server: ``reason``.",
     ),
-    "trace_lost": Event((DEBUG,), "A message is sent again to wait for its turn under a new trace: ``reason``."),
     "check_in_open": Event((DEBUG,), "Sentry could not be told that a run was refused: ``reason``."),
     # Locks.
     "unlocked": Event(

@@ -1,14 +1,11 @@
-"""Reports refused runs and resent messages to Sentry and OpenTelemetry; does nothing without them.
+"""Reports refused runs to Sentry, for which Celery sends no signal; does nothing without it.
 
-Both libraries listen to Celery's signals. Celery sends no signal for a refused run. A message that waits for its turn
-is sent again, and would begin a new trace. Neither library is imported here: a process that uses it has it loaded.
+The library is not imported here: a process that uses it has it loaded.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from .log import Log
@@ -16,7 +13,7 @@ from .log import Log
 if TYPE_CHECKING:
     from .locks.base import Headers
 
-__all__ = ("close_check_in", "same_trace")
+__all__ = ("close_check_in",)
 
 log = Log(__name__)
 
@@ -26,30 +23,6 @@ _CHECK_IN = {
     "check_in_id": "sentry-monitor-check-in-id",
     "monitor_config": "sentry-monitor-config",
 }
-
-
-@contextmanager
-def same_trace(headers: Headers) -> Iterator[None]:
-    """Send the messages of the block as part of the trace of another message.
-
-    Args:
-        headers: headers of that other message.
-    """
-    with ExitStack() as stack:
-        try:
-            _enter_trace(stack, headers)
-        except Exception as exc:  # of a library, or of forged headers; the message must be sent
-            log.debug("a message is sent again under a new trace", event="trace_lost", reason=exc)
-        yield
-
-
-def _enter_trace(stack: ExitStack, headers: Headers) -> None:
-    propagate, context = sys.modules.get("opentelemetry.propagate"), sys.modules.get("opentelemetry.context")
-    if propagate is not None and context is not None:
-        stack.callback(context.detach, context.attach(propagate.extract(headers)))
-    sentry = sys.modules.get("sentry_sdk")
-    if sentry is not None and sentry.is_initialized():
-        stack.enter_context(sentry.isolation_scope()).generate_propagation_context(headers)
 
 
 def close_check_in(headers: Headers) -> None:

@@ -172,8 +172,12 @@ class Dispatcher:
             yield each
 
     def by_failures(self, messages: Iterable[Message]) -> list[Message]:
-        """Return messages in another order: those that have failed most often come last."""
-        return sorted(messages, key=lambda message: self.failures.backoff.failures_of(message.entry.key))
+        """Return messages in another order: those that have failed most often come last.
+
+        Of others, those come last that code of the user sends: it may hang until the watchdog ends this beat.
+        """
+        failures_of = self.failures.backoff.failures_of
+        return sorted(messages, key=lambda message: (failures_of(message.entry.key), message.is_sent_by_others))
 
     def publish(self, message: Message, granted: Granted | None) -> object:
         """Send the task of an entry, and return what its ``apply_async`` returns.

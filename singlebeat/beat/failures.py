@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -119,6 +120,16 @@ def _server_of(exc: BaseException) -> str:
     return LOCKS if any(isinstance(cause, LockBackendError) for cause in causes(exc)) else BROKER
 
 
+def _close_connections_of_django() -> None:
+    """Let Django, if this process uses it, close connections to databases that have failed.
+
+    It does so at the ends of requests, and Celery at those of tasks, of which there are none here.
+    """
+    if (django := sys.modules.get("django.db")) is not None:
+        with suppress(Exception):  # the error that it is about to log is the one that counts
+            django.close_old_connections()
+
+
 def in_words(exc: Exception) -> str:
     """Return an error for a log: the name of the first cause as well if that has no words."""
     *_, cause = causes(exc)
@@ -168,10 +179,9 @@ class Failures:
 
         The broker refuses it, or a database is away that its task asks.
         """
-        is_of_one = _server_of(exc) == DATABASE or any(
-            is_of_one_message(cause) or is_without_queue(cause) for cause in causes(exc)
-        )
-        if not is_of_one:
+        if _server_of(exc) == DATABASE:
+            _close_connections_of_django()
+        elif not any(is_of_one_message(cause) or is_without_queue(cause) for cause in causes(exc)):
             return False
         if self.backoff.refused(message.entry.key):
             self._log_refusal(message, exc)

@@ -151,8 +151,8 @@ class SeveralWrites:
                 self._release_unsent(free + left)
 
     def _needs_no_lock(self, message: Message) -> bool:
-        """Return whether a message is sent first; one that has failed waits behind those that have not."""
-        is_free = message.call is None and not message.locks_itself
+        """Return whether a message is sent first; one that has failed or may hang comes after the others."""
+        is_free = message.call is None and not (message.locks_itself or message.is_sent_by_others)
         return is_free and not self.failures.backoff.failures_of(message.entry.key)
 
     def _give_up(self, wrong: Sequence[tuple[Message, Exception]]) -> None:
@@ -250,12 +250,14 @@ class SeveralWrites:
 
     def _publish(self, messages: Sequence[Message]) -> None:
         """Publish messages, for as long as this beat may."""
-        left, retried_since = deque(messages), math.inf
+        left, retried_since, is_by_others = deque(messages), math.inf, False
         while left and self._may_publish():
             began = time.monotonic()
-            if self.failures.backoff.failures_of(left[0].entry.key):  # and so have all that follow
-                if self._confirmations:
-                    self._confirm(messages)
+            was_by_others, is_by_others = is_by_others, left[0].is_sent_by_others
+            has_failed = self.failures.backoff.failures_of(left[0].entry.key) > 0  # and so have all that follow
+            if self._confirmations and (has_failed or is_by_others > was_by_others):  # what comes may hang
+                self._confirm(messages)
+            if has_failed:
                 retried_since = min(retried_since, began)
             # Each further message would wait for the broker again, or would hold up the entries of the next tick.
             if self._broker_is_down or began > retried_since + RETRIES_MAY_TAKE:

@@ -236,8 +236,7 @@ class Ticket:
     rejections: int = 0  #: how often it came back after a worker's rejection; part of the generation
     generation: float = 0
     nonce: str = ""
-    serializer: str = ""  #: serializer of the message, which kombu gives only to the worker's main process
-    brought_by: str = ""  #: queue by which the message has come, if that is known; only this process knows it
+    brought_by: str = ""  #: queue by which the message has come, if that is known; only the main process knows it
     waits_for: Holder | None = field(default=None, compare=False)  #: holder at the call; not in the message
 
     @classmethod
@@ -265,7 +264,6 @@ class Ticket:
             rejections=rejections,
             generation=its_own,
             nonce=str(header.get("nonce") or ""),
-            serializer=str(header.get("serializer") or "") if delivered else "",
             brought_by=str(header.get("brought_by") or "") if delivered else "",
         )
         try:
@@ -277,8 +275,12 @@ class Ticket:
     def header(self) -> dict[str, object]:
         """Return the value of the message header ``HEADER``."""
         header: dict[str, object] = {"id": self.task_id, "key": self.key, "nonce": self.nonce}
-        header |= {"serializer": self.serializer, "brought_by": self.brought_by}
-        header |= {"waits": self.waits, "joinable": self.joinable, "replaceable": self.replaceable}
+        header |= {
+            "brought_by": self.brought_by,
+            "waits": self.waits,
+            "joinable": self.joinable,
+            "replaceable": self.replaceable,
+        }
         header |= {"waited": self.waited, "rejections": self.rejections}
         header["waits_since"] = round(self.waits_since * 1000)
         # A retry of a plain task has this header, too, and an ETA of its own.
@@ -297,14 +299,14 @@ class Ticket:
         is_retry = self.generation >= 1  # it waits for its turn behind a newer call that was sent
         return self.queued == self.key and not (self.joinable or self.replaceable or is_retry)
 
-    def delivered(self, nonce: str, *, serializer: str = "", brought_by: str = "") -> Ticket:
+    def delivered(self, nonce: str, *, brought_by: str = "") -> Ticket:
         """Return the ticket of one delivery of the message."""
-        return replace(self, nonce=nonce, serializer=serializer, brought_by=brought_by)
+        return replace(self, nonce=nonce, brought_by=brought_by)
 
     @property
     def undelivered(self) -> Ticket:
         """Return the ticket of the message itself, which names no delivery."""
-        return replace(self, nonce="", serializer="", brought_by="")
+        return replace(self, nonce="", brought_by="")
 
     def successor(self, generation: float | None = None) -> Ticket:
         """Return the ticket of the message that inherits a run's lock; the message waits until the run has ended.

@@ -6,7 +6,6 @@ That of a plain task is acquired in the worker's main process, and only freed he
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -14,28 +13,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from traceback import clear_frames
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from celery import Celery, Task, states
-from celery.app.routes import Router
+from celery import Task, states
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
-from celery.local import Proxy
-from celery.signals import before_task_publish, task_postrun
-from celery.utils.quorum_queues import detect_quorum_queues
-from kombu import Queue
-from kombu.serialization import loads, prepare_accept_content
+from celery.signals import task_postrun
 from kombu.utils.encoding import safe_repr
 
 from .. import signals
 from ..broker import BlockedError, ConfirmingSender, own_broker
 from ..config import Config
-from ..destination import id_of_message
 from ..errors import LockBackendError, UnusableLockError
 from ..locks import backend_of, seconds_until
 from ..locks.acquire import note_of_broker, suspect
 from ..locks.base import (
-    HEADER,
     LONGEST_WAIT,
     MOST_WAITS,
     RUN_HEADER,
@@ -44,25 +36,21 @@ from ..locks.base import (
     Ticket,
     Verdict,
     entry_of,
-    without_deaths,
 )
 from ..locks.key import behind_key, readable
-from ..locks.modes import decode_arguments, equal_calls_may_differ, has_continuations
+from ..locks.modes import decode_arguments, has_continuations
 from ..log import Log
-from ..monitors import same_trace
 from ..rabbitmq_errors import may_pass
 from ..run_results import DUPLICATE_REFUSED, REPLACED
 from ..server_errors import is_denied
 from .renewer import GATE_PAUSE, has_renewer, renewer_of
+from .resend import send_again
 
 if TYPE_CHECKING:
-    from ..locks.base import Headers
     from ..locks.key import Arguments, NamedArguments
 
 __all__ = (
-    "BODY",
     "Blocked",
-    "Body",
     "Postponed",
     "Refused",
     "Run",
@@ -87,43 +75,6 @@ UNTOLD_WAIT = 0.03
 #: Seconds for which the publish of an acknowledged message is retried, and between two attempts. A broker that also
 #: stores the locks is unreachable whenever the locks are. In an alarm of RabbitMQ, the pool must go on to end it.
 PATIENCE, RETRY_AFTER = 60.0, 0.5
-
-
-#: Where a request keeps the ``Body`` of its message.
-BODY = "singlebeat_body"
-
-# Celery takes what a request does not know for headers, which each retry passes on.
-setattr(Context, BODY, None)
-
-
-class _CelerysOwn(Proxy):  # type: ignore[misc]
-    """An app whose calls Celery sends, and no ``send_task`` of the user's: that has seen them when they were made."""
-
-    def send_task(self, *args: Any, **options: Any) -> Any:
-        return Celery.send_task(self._get_current_object(), *args, **options)
-
-
-class _Unchecked(Proxy):  # type: ignore[misc]
-    """A task whose calls Celery sends as they are.
-
-    Their arguments are not checked: a receiver may have added some that another one takes away.
-    """
-
-    typing = False
-
-    def _get_app(self) -> Any:
-        return _CelerysOwn(lambda: self._get_current_object().app)
-
-
-class Body(NamedTuple):
-    """The body of a message as it came; a printed request, which has the arguments, does not show them once more."""
-
-    content: bytes | str
-    content_type: str
-    encoding: str
-
-    def __repr__(self) -> str:
-        return f"<{len(self.content)} of {self.content_type}>"
 
 
 class Postponed(Ignore):  # type: ignore[misc]
@@ -330,8 +281,11 @@ def _begin(task: Task, ticket: Ticket, request: Context) -> tuple[int, tuple[Arg
 
 
 def _latest_arguments(task: Task, holder: Holder, request: Context) -> tuple[list[object], dict[str, object]] | None:
-    """Return the arguments of the latest call that a run stands for, or None if they are its own."""
-    if not holder.payload or not equal_calls_may_differ(task):
+    """Return the arguments of the latest call that a run stands for, or None if they are its own.
+
+    They count also if all calls of the task are equal by now: the code of another release may have sent them.
+    """
+    if not holder.payload:
         return None
     try:
         return decode_arguments(holder.payload)
@@ -537,7 +491,7 @@ def postpone(
         is_blocked = isinstance(exc, BlockedError) or isinstance(exc.__cause__, BlockedError)
         if is_acknowledged and is_blocked:
             # Only this process has the message. RabbitMQ takes it when the alarm ends, unless it dies before.
-            _send_again(task, request, ticket, countdown, sender=None)
+            send_again(task.app, request, ticket, countdown, sender=None)
             text = "%(task)s[%(id)s] is sent again to wait for its turn, without RabbitMQ's confirmation"
             log.warning(text, event="unconfirmed", **about)
             raise Postponed(why) from exc
@@ -555,7 +509,7 @@ def _pause() -> None:
 
 def _try_to_send_again(task: Task, request: Context, ticket: Ticket, countdown: float, *, raises: bool) -> bool:
     try:
-        _send_again(task, request, ticket, countdown, sender=ConfirmingSender.of(task.app))
+        send_again(task.app, request, ticket, countdown, sender=ConfirmingSender.of(task.app))
     except SoftTimeLimitExceeded:  # of a run that does not begin; of two copies of its message, one runs
         return False
     except Exception as exc:
@@ -566,115 +520,3 @@ def _try_to_send_again(task: Task, request: Context, ticket: Ticket, countdown: 
             raise
         return False
     return True
-
-
-def _send_again(
-    task: Task, request: Context, ticket: Ticket, countdown: float, *, sender: ConfirmingSender | None
-) -> None:
-    countdown = _sendable(task.app, countdown)
-    again = replace(ticket.undelivered, pause=countdown)
-    headers = {**without_deaths(request.headers), **_headers_of_others(request), HEADER: again.header()}
-    headers["parent_id"] = request.parent_id  # in place of Celery's: it would take this run for the parent
-    shown = {name: request.get(name) for name in ("argsrepr", "kwargsrepr")}  # else Celery would show all arguments
-    encoding = {"serializer": ticket.serializer, "compression": request.get("compression")}
-    encoding = {name: value for name, value in encoding.items() if value}  # else the options of the task apply
-    args, kwargs = _arguments_of_message(task.app, request)
-    signature = task.signature_from_request(
-        request,
-        args,
-        kwargs,
-        countdown=countdown,
-        retries=request.retries,
-        headers=headers,
-        **shown,
-        **encoding,
-        **_to_its_queue(task.app, ticket, request),
-    )
-
-    def publish(**options: object) -> None:
-        # The method of Task: the method of Singleton would hand the lock over to the new message.
-        made = {**(signature.options.get("headers") or {}), **headers}  # a user's class may make its own
-        # It goes where it has come from: a user's route function may not know arguments that a receiver has changed.
-        known = task.app.amqp.router
-        router = Router((), known.queues, known.create_missing, app=task.app)
-        options = {**signature.options, "headers": made, "router": router, **options}
-        Task.apply_async(_Unchecked(lambda: task), list(signature.args), dict(signature.kwargs), **options)
-
-    # All headers: with Sentry, ``request.headers`` holds only some of them.
-    with same_trace(vars(request)), _keeping_message(task.app, request, headers):
-        if sender is None:
-            publish()
-        else:
-            sender.send(publish)
-
-
-def _headers_of_others(request: Context) -> Headers:
-    """Return the headers of a request's message that are not Celery's; ``request.headers`` lacks some with Sentry."""
-    return without_deaths(request._get_custom_headers(vars(request)))
-
-
-def _arguments_of_message(app: Celery, request: Context) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments as the message of a request has brought them, decoded anew.
-
-    Those of the request may have been changed meanwhile, by receivers of ``task_prerun`` and by ``before_start``.
-    """
-    came: Body | None = getattr(request, BODY)
-    if came is None:  # another class of requests has received it
-        return list(request.args or ()), dict(request.kwargs or {})
-    body = loads(*came, accept=prepare_accept_content(app.conf.accept_content))
-    args, kwargs = _arguments_in(body)
-    return list(args), dict(kwargs)
-
-
-def _arguments_in(body: Any) -> tuple[Any, Any]:
-    """Return the arguments in the body of a message; that of protocol 1 is a mapping, which may lack them."""
-    return (body.get("args") or (), body.get("kwargs") or {}) if isinstance(body, Mapping) else body[:2]
-
-
-@contextmanager
-def _keeping_message(app: Celery, request: Context, own_headers: Headers) -> Iterator[None]:
-    """Keep the arguments and the headers of a request's message while it is sent again.
-
-    Receivers of ``before_task_publish`` have changed them already, when it was sent first: they may encrypt arguments,
-    or name the user on whose behalf the call was made, who is not known here.
-    """
-
-    def restore(headers: dict[str, Any] | None = None, body: Any = None, **_: object) -> None:
-        if id_of_message(headers or {}, body) == request.id:
-            if headers:  # protocol 1 has none
-                headers.update(own_headers)
-            args, kwargs = _arguments_in(body)
-            own_args, own_kwargs = _arguments_of_message(app, request)
-            if args:  # else Celery has put an empty tuple there
-                args[:] = own_args
-            kwargs.clear()
-            kwargs.update(own_kwargs)
-
-    before_task_publish.connect(restore, weak=False)  # so it is called last
-    try:
-        yield
-    finally:
-        before_task_publish.disconnect(restore)
-
-
-def _to_its_queue(app: Celery, ticket: Ticket, request: Context) -> Mapping[str, Any]:
-    """Return options that send a message to the queue alone by which an exchange has brought it; empty if none has.
-
-    The exchange may give it to several queues: each worker would get it once more from each other, and so on.
-    """
-    known = app.amqp.queues.get(ticket.brought_by)
-    kind = known.exchange.type if known is not None else "direct"
-    is_by_exchange = bool((request.delivery_info or {}).get("exchange")) or kind != "direct"  # or sent so before
-    if not ticket.brought_by or not is_by_exchange:
-        return {}
-    driver = app.producer_pool.connections.connection.transport.driver_type
-    if kind != "fanout" and detect_quorum_queues(app, driver)[0]:  # RabbitMQ delays by way of their exchanges
-        return {}
-    to_one: dict[str, Any] = {"exchange": None, "routing_key": None, "exchange_type": "direct", "declare": []}
-    return {**to_one, "queue": Queue(ticket.brought_by)}
-
-
-def _sendable(app: Celery, countdown: float) -> float:
-    """Return a countdown that Celery can send: whole seconds, rounded up, if RabbitMQ delays its messages."""
-    driver = app.producer_pool.connections.connection.transport.driver_type
-    return math.ceil(countdown) if detect_quorum_queues(app, driver)[0] else countdown

@@ -21,7 +21,6 @@ from celery.exceptions import (
 )
 from celery.worker import request as celery_request
 from celery.worker.state import revoked, revoked_stamps, task_ready
-from kombu.serialization import registry
 from kombu.transport.virtual import Channel
 from kombu.transport.virtual.exchange import STANDARD_EXCHANGE_TYPES, FanoutExchange
 from kombu.utils.encoding import safe_repr
@@ -39,9 +38,7 @@ from ..locks.modes import LockMode, overlap_for
 from ..log import Log
 from ..run_results import RESULT_NOT_STORED, is_result_lost, may_be_unsent, outcome_of, record_end
 from .gate import (
-    BODY,
     Blocked,
-    Body,
     Postponed,
     Refused,
     Unsent,
@@ -53,6 +50,7 @@ from .gate import (
 )
 from .lock_action import LockAction, lock_action
 from .renewer import renewer_of
+from .resend import MESSAGE, Message
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -250,9 +248,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
         if self.ticket is not None:
             # The nonce goes with the request to the process that runs the task: both processes can name this run.
             self.request_dict[HEADER] = self.ticket.header()
-            # Receivers and hooks come before the gate, and may change the arguments; those of protocol 1 are decoded.
-            message = self if self.content_type else self.message
-            self.request_dict[BODY] = Body(message.body, message.content_type, message.content_encoding)
+            # Receivers and hooks come before the gate, and may change arguments and headers.
+            self.request_dict[MESSAGE] = Message.of(self.message)
             self._shorten_pause(self.ticket, datetime.now(UTC))
             renewer_of(self.app).track(self)
 
@@ -272,8 +269,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         except Exception as exc:  # a user's function may raise any exception, but no message may stop the worker
             self._log_unlocked(safe_repr(exc))
             return None
-        serializer = registry.type_to_name.get(self.content_type, "")
-        return ticket.delivered(uuid(), serializer=serializer, brought_by=_queue_of(self.message, self.app))
+        return ticket.delivered(uuid(), brought_by=_queue_of(self.message, self.app))
 
     def _shorten_pause(self, ticket: Ticket, now: datetime) -> None:
         """Let a message that waits for its turn ask again in time, though the clock of its sender may be ahead."""

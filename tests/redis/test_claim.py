@@ -30,6 +30,7 @@ from singlebeat.locks.memory import MemoryBackend
 from singlebeat.locks.modes import decode_arguments
 from singlebeat.locks.redis import RedisBackend
 from singlebeat.tasks.gate import Postponed
+from singlebeat.tasks.resend import MESSAGE, Message
 from tests.redis.test_legacy_backend import BytesBackend
 from tests.support import ROOT, wait_until
 from tests.system.apps import make_app
@@ -529,7 +530,8 @@ def message(define, redis) -> Callable[..., Any]:
     def message(task: Any) -> Callable[[], Any]:
         raw = json.loads(redis.lrange("celery", 0, 0)[0])
         args, kwargs, _ = json.loads(b64decode(raw["body"]))
-        headers = {**raw["headers"], "hostname": "w@h", "called_directly": False, "is_eager": False}
+        came = Message(b64decode(raw["body"]), raw["content-type"], raw["content-encoding"], raw["headers"], {})
+        headers = {**raw["headers"], "hostname": "w@h", "called_directly": False, "is_eager": False, MESSAGE: came}
 
         def call() -> Any:
             task.push_request(**headers, args=args, kwargs=kwargs, delivery_info=raw["properties"]["delivery_info"])

@@ -188,6 +188,20 @@ def test_entries_that_never_run_again_are_named_with_the_reason(findings, cli, b
     assert text.startswith("4 entries are finished and never run again: ")
 
 
+def test_an_entry_whose_last_run_is_still_to_be_sent_is_not_finished(findings, bench, monkeypatch):
+    now = datetime.now(UTC)
+    bench.put("once", every=clocked(now - HOUR), ago=None, run_on_start=True)
+    bench.put("done", every=clocked(now - HOUR), ago=None, run_on_start=True)
+    bench.tick(2)
+    bench.redis.hset("redbeat:once", "pending", json.dumps({"id": "x", "nominal": now.timestamp() - 3600}))
+    bench.redis.zadd("redbeat::pending", {"redbeat:once": 0})
+
+    ((_, text),) = [found for found in findings("entries") if "never run again" in found[1]]
+
+    assert "done" in text
+    assert "once" not in text.split("never run again")[1].replace("its only time", "")
+
+
 def test_the_share_of_the_lease_that_a_renewal_takes_is_told(findings, cli, bench, server):
     near = bench.scheduler()
     near.lease.acquire()

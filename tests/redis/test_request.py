@@ -8,7 +8,7 @@ import logging
 import re
 import time
 from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -34,6 +34,7 @@ from celery.worker.request import create_request_cls
 from celery.worker.strategy import proto1_to_proto2
 from kombu import Producer
 from kombu.asynchronous.timer import Timer
+from kombu.compression import decompress
 from kombu.exceptions import OperationalError
 from kombu.serialization import registry
 from kombu.utils.uuid import uuid
@@ -52,9 +53,10 @@ from singlebeat.locks.modes import LockMode
 from singlebeat.locks.redis import RedisBackend
 from singlebeat.run_results import MESSAGE_LOST, RAN_ELSEWHERE, flush_ends
 from singlebeat.server_errors import is_denied
-from singlebeat.tasks.gate import BODY, Postponed, Refused, Unsent, postpone
+from singlebeat.tasks.gate import Postponed, Refused, Unsent, postpone
 from singlebeat.tasks.renewer import GATE_PAUSE, renewer_of
 from singlebeat.tasks.request import REAPED_AFTER, Request
+from singlebeat.tasks.resend import MESSAGE
 from singlebeat.tasks.succession import let_retries_keep_lock
 from tests.support import connected, ended_well, fork, wait_until, without
 from tests.system.apps import make_app
@@ -180,7 +182,7 @@ def test_a_call_that_waits_is_sent_again_as_it_came(app, deliver, redis, base, p
         Task.apply_async(task, *arguments, task_id="b", compression=compression, headers=headers)
         for _ in range(3):
             started(deliver(task))
-        assert BODY not in json.loads(redis.lindex("celery", 0))["headers"]
+        assert MESSAGE not in json.loads(redis.lindex("celery", 0))["headers"]
         backend_of(app).finish_many([other], remember_for=60)
         started(deliver(task))
 
@@ -222,25 +224,48 @@ def test_a_call_that_waits_passes_by_the_own_send_task_of_its_app(app, deliver, 
     assert len(makers) == 1
 
 
-def test_a_call_that_waits_keeps_the_headers_that_its_message_has_brought(app, deliver, redis):
-    """Here a receiver notes the user on whose behalf a call is made, whom the worker does not know."""
-    user = ["alice"]
+def of_any_priority(redis: Any) -> list[str]:
+    """Return the messages in the default queue, which is a list for each priority."""
+    lists = [key for key in redis.keys("celery*") if redis.type(key) == "list"]
+    return [raw for key in lists for raw in redis.lrange(key, 0, -1)]
 
-    def note_user(headers: Any, **_: Any) -> None:
-        headers["user"] = user[0]
 
-    task = task_of(app)
-    with connected(before_task_publish, note_user):
-        task.apply_async(["a"], headers={"tenant": "acme"})
-        user[0] = "worker"
-        (first,) = (json.loads(raw)["headers"] for raw in queued(redis))
+def read(raw: str) -> Mapping[str, Any]:
+    """Return a message with its body, without its ticket and what is made anew at each send."""
+    message = json.loads(raw)
+    content, headers, properties = b64decode(message["body"]), message["headers"], message["properties"]
+    body = json.loads(decompress(content, headers["compression"]) if "compression" in headers else content)
+    for fields in (headers, body if isinstance(body, dict) else {}):
+        for name in (HEADER, "eta"):
+            fields.pop(name, None)
+    del properties["delivery_tag"], properties["delivery_info"]
+    return {**message, "body": body}
+
+
+@pytest.mark.parametrize("protocol", [2, 1])
+@pytest.mark.parametrize("asked", [{}, {"compression": "gzip"}, {"priority": 3, "delivery_mode": 1}], ids=str)
+def test_a_call_that_waits_is_sent_again_byte_for_byte(app, deliver, redis, protocol, asked):
+    """Receivers have seen it when it was made: here they know another user, and would add their callback once more."""
+    app.conf.task_protocol = protocol
+    task, users = task_of(app), ["alice"]
+    follows = task.si("follows")
+
+    def sign(headers: Any, body: Any, **_: Any) -> None:
+        headers["user"] = users[-1]
+        (body[2] if protocol == 2 else body)["callbacks"] = [follows]
+        users.append("worker")
+
+    with connected(before_task_publish, sign):
+        # Of a call in a task, which is its parent.
+        task.apply_async(["a"], headers={"tenant": "acme"}, parent_id="p", root_id="r", reply_to="me", **asked)
+        (first,) = map(read, of_any_priority(redis))
         request = deliver(task)
         with pytest.raises(Postponed):
             postpone(task, request._context, request.ticket, countdown=0, why="its lock is held")
 
-    (headers,) = (json.loads(raw)["headers"] for raw in queued(redis))
-    assert (headers["user"], headers["tenant"]) == ("alice", "acme")
-    assert set(headers) == set(first)
+    (again,) = map(read, of_any_priority(redis))
+    assert users == ["alice", "worker"]
+    assert again == first
 
 
 def test_no_route_is_asked_about_a_call_that_waits(app, deliver, redis):
@@ -267,11 +292,11 @@ def test_a_message_of_protocol_1_may_lack_arguments(app, deliver, redis, given):
     with app.connection_for_write() as connection, connection.SimpleQueue("celery") as queue:
         queue.put({"task": task.name, "id": "b", **given})
 
-    request = deliver(task)
-    started(request)
+    started(deliver(task))
 
-    (raw,) = queued(redis)
-    assert json.loads(raw)["headers"]["id"] == "b"
+    again = deliver(task)
+    assert (again.id, again.ticket.waited) == ("b", 1)
+    assert (list(again.args), again.kwargs) == (given.get("args", []), given.get("kwargs", {}))
 
 
 @pytest.mark.parametrize("base", [Singleton, None])
@@ -1279,7 +1304,7 @@ def test_a_soft_time_limit_while_a_message_is_sent_again_loses_no_call(app, deli
         if len(sends) == 1:
             raise SoftTimeLimitExceeded
 
-    monkeypatch.setattr("singlebeat.tasks.gate._send_again", send_again)
+    monkeypatch.setattr("singlebeat.tasks.gate.send_again", send_again)
     monkeypatch.setattr("singlebeat.tasks.gate.RETRY_AFTER", 0.0)
     with pytest.raises(Postponed):
         postpone(task, request._context, request.ticket, countdown=0, why="its lock is held")
@@ -1760,6 +1785,18 @@ def run(app, buffered):
     return run
 
 
+@pytest.mark.parametrize("unique_on", [None, ["user"]])
+def test_the_latest_arguments_reach_the_code_of_another_release(app, deliver, buffered, run, unique_on):
+    result = buffered.delay("a", 2)
+    assert buffered.delay("a", 3).id == result.id
+    backend_of(app).finish_many([run], remember_for=60)
+
+    buffered.unique_on = unique_on
+    started(deliver(buffered))
+
+    assert result.get(timeout=5)[0] == 3
+
+
 def test_a_retry_has_the_latest_arguments_too(app, deliver, buffered, run):
     result = buffered.delay("a", 2, times=3)
     assert buffered.delay("a", 3, times=3).id == result.id
@@ -1831,7 +1868,8 @@ def test_a_message_that_is_put_off_keeps_its_ticket_beside_own_headers(app, deli
 
     assert again.ticket is not None
     assert again.request_dict[RUN_HEADER] == {"entry": "e"}
-    assert again.request_dict["user"] == "u"
+    assert again.request_dict.get("headers") == copied.get("headers")
+    assert "user" not in again.request_dict, "it is no retry"
 
 
 def test_a_task_keeps_its_lock_in_a_custom_backend_while_its_retries_wait(app, deliver, tmp_path):

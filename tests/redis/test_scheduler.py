@@ -1670,6 +1670,50 @@ def test_a_run_stays_pending_while_a_database_that_its_task_asks_is_away(bench, 
     assert bench.redis.llen(QUEUE) == 1
 
 
+def test_a_dead_connection_of_django_holds_up_no_run_for_long(bench, monkeypatch):
+    """Its database was restarted. A connection of PostgreSQL fails then until it is closed."""
+    app, is_dead = bench.new_app(), [True]
+    monkeypatch.setattr("django.db.close_old_connections", is_dead.clear)
+
+    class Audited(Task):
+        abstract = True
+
+        def apply_async(self, *args: Any, **options: Any) -> Any:
+            if is_dead:
+                raise sqlite3.InterfaceError("connection already closed")
+            return super().apply_async(*args, **options)
+
+    app.task(die_in_publish, name="own", base=Audited, shared=False)  # only its name matters here
+    bench.put("e", task="own")
+    scheduler = bench.scheduler(app=app)
+
+    scheduler.tick()
+    bench.retry_now()
+    scheduler.tick()
+
+    assert [record["decision"] for record in bench.history] == ["dispatched"]
+
+
+def test_code_of_a_user_that_hangs_is_called_after_the_other_entries(bench):
+    """The watchdog ends the beat then, and the next one takes the same run up again."""
+    app = bench.new_app()
+
+    class Hanging(Task):
+        abstract = True
+
+        def apply_async(self, *args: Any, **options: Any) -> Any:
+            raise SystemExit("ended by the watchdog")
+
+    app.task(die_in_publish, name="own", base=Hanging, shared=False)  # only its name matters here
+    bench.put("a", task="own")
+    bench.put("b")
+
+    with connected(before_task_publish, lambda **_: None), pytest.raises(SystemExit):  # so each message is sent alone
+        bench.scheduler(app=app).tick()
+
+    assert {record["entry"]: record["decision"] for record in bench.history} == {"b": "dispatched"}
+
+
 def test_a_result_that_cannot_be_read_harms_no_other_entry(bench, monkeypatch):
     app = bench.new_app()
     app.task(die_in_publish, name="own", base=Recording, shared=False)  # only its name matters here

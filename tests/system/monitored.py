@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sentry_sdk
-from celery.signals import beat_init, before_task_publish, celeryd_init
+from celery.signals import beat_init, before_task_publish, celeryd_init, task_prerun
 from opentelemetry import trace
 from opentelemetry.instrumentation.celery import CeleryInstrumentor
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -57,8 +57,14 @@ def set_up(**_: Any) -> None:
 
 
 @before_task_publish.connect
-def note(headers: Mapping[str, Any], **_: Any) -> None:
-    _tell("sentry-traces", {"task": headers["id"], "trace": headers["sentry-trace"].partition("-")[0]})
+def note_sent(headers: Mapping[str, Any], **_: Any) -> None:
+    _tell("sentry-traces", {"task": headers["id"], "by": "sender", "trace": headers["sentry-trace"].partition("-")[0]})
+
+
+@task_prerun.connect
+def note_run(task_id: str, **_: Any) -> None:
+    traced = sentry_sdk.get_traceparent() or ""
+    _tell("sentry-traces", {"task": task_id, "by": "run", "trace": traced.partition("-")[0]})
 
 
 def alone(name: str, seconds: float = 0) -> str:

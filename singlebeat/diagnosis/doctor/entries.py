@@ -136,11 +136,12 @@ def _over(app: Celery, schedule: Read) -> Iterator[Finding]:
     # Beat gives them a place that means never; to calculate the times of all entries would take too long.
     parked = schedule_client(app).zrangebyscore(keys.schedule, "-inf", "(0", start=0, num=MOST_HISTORIES)
     names, now = set(map(keys.name, parked)), datetime.fromtimestamp(schedule.state.now, UTC)
+    unsent = set(schedule_client(app).zrange(keys.pending, 0, -1))  # their last runs are still to come
     never, done = dict[str, str](), list[str]()
     for entry in schedule.usable:
         most = entry.policy.max_runs  # the place of the last run stays until it has passed
         is_parked = entry.name in names or (most is not None and entry.total_run_count >= most)
-        if not is_parked or entry.name in schedule.state.quarantine:
+        if not is_parked or entry.key in unsent or entry.name in schedule.state.quarantine:
             continue
         why = why_over(entry, now)
         if why and entry.meta.last_run is None:
