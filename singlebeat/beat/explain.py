@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import math
 import re
-import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
+from ..advice import command_line
 from ..locks import seconds_until
 from ..locks.redis import RETIRED
 from ..log import without_passwords
@@ -210,7 +210,7 @@ def _unusable(facts: Facts) -> Iterator[str]:
     quarantined = facts.state.quarantine.get(facts.name)
     if quarantined is not None:
         yield f"It is quarantined and does not run, since {quarantined['since']}: {quarantined['reason'].rstrip('.')}."
-        delete = f"celery singlebeat delete {shlex.quote(facts.name)}"
+        delete = command_line("delete", facts.name)
         if facts.is_possible and facts.gone:
             yield (
                 f"{facts.gone}. If it comes from beat_schedule, the next term installs it: celery singlebeat resign. "
@@ -590,7 +590,7 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
         yield f"{_sentence(lock.fixed_time)}."
     elif facts.holder_end is not None and (lock.unusable or lock.seems_abandoned):
         left = f"ends by itself in {lock.left:.0f} s" if lock.left is not None else "ends by itself soon"
-        why = lock.unusable or f"the lock {left}. To free it now: celery singlebeat unlock {shlex.quote(task_id)}"
+        why = lock.unusable or f"the lock {left}. To free it now: {command_line('unlock', task_id)}"
         yield f"Task {task_id} has ended ({facts.holder_end.outcome}), and its lock was left. {_sentence(why)}"
     elif lock.unusable:
         yield f"Task {task_id} holds the lock. {_sentence(lock.unusable)}"
@@ -611,7 +611,7 @@ def _of_a_started(facts: Facts, lock: HeldLock, task_id: str) -> str:
         return (
             f"{since}, and no worker that answers runs it: {lock.left_by(facts.answering, facts.last_seen)}. The lock "
             f"ends by itself {left}. To free it now, first make sure that its process is gone, because the run of a "
-            f"process that hangs would go on beside the next run: celery singlebeat unlock {shlex.quote(task_id)}"
+            f"process that hangs would go on beside the next run: {command_line('unlock', task_id)}"
         )
     if lock.is_ahead and facts.running is not None:
         return (
@@ -667,7 +667,7 @@ def _queued(facts: Facts, task_id: str) -> Iterator[str]:
     if found.outcome:
         yield (
             "Beat frees the lock when another run meets it, unless singlebeat_lost_after is None. To free it now: "
-            f"celery singlebeat unlock {shlex.quote(task_id)}"
+            f"{command_line('unlock', task_id)}"
         )
 
 
@@ -727,18 +727,18 @@ def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
     if facts.no_place:
         yield _sentence(facts.no_place)
     elif not entry.enabled:
-        enable = f"celery singlebeat edit {shlex.quote(entry.name)} --enable"
+        enable = command_line("edit", entry.name, option="--enable")
         paused = entry.policy.paused and not facts.state.redbeat_leads
-        also = f", and celery singlebeat resume {shlex.quote(entry.name)}" if paused else ""
+        also = f", and {command_line('resume', entry.name)}" if paused else ""
         yield f"It is disabled{' and paused' * paused}{_goes_on(facts, entry, enable + also)}"
     elif entry.policy.paused and facts.state.redbeat_leads:
         yield (
             "It is paused, and runs all the same while a beat of RedBeat leads, unless you disable it: "
-            f"celery singlebeat edit {shlex.quote(entry.name)} --disable"
+            f"{command_line('edit', entry.name, option='--disable')}"
         )
     elif entry.policy.paused:
         note = f" ({entry.policy.note})" if entry.policy.note else ""
-        resume = f"celery singlebeat resume {shlex.quote(entry.name)}"
+        resume = command_line("resume", entry.name)
         yield f"It is paused{facts.paused_by}{note}{_goes_on(facts, entry, resume)}"
     elif not pauses:
         yield from _next_run(facts, entry)
@@ -751,7 +751,7 @@ def _goes_on(facts: Facts, entry: Entry, command: str) -> str:
         command: that lets it go on.
     """
     if why := entry.timetable.why_over(facts.now, facts.now, count=entry.total_run_count):
-        trigger = f"celery singlebeat trigger {shlex.quote(entry.name)}"
+        trigger = command_line("trigger", entry.name)
         return f". None of its times is to come, because {why}. To run it all the same: {trigger}"
     return f": its times pass without a run. To go on: {command}"
 
@@ -769,7 +769,7 @@ def _next_run(facts: Facts, entry: Entry) -> Iterator[str]:
     elif facts.late_place and not facts.state.redbeat_leads:
         yield _sentence(facts.late_place)
     elif facts.state.waits and since is not None and since > facts.now:
-        trigger = f"celery singlebeat trigger {shlex.quote(entry.name)}"
+        trigger = command_line("trigger", entry.name)
         yield f"It waits for the clock: {facts.state.waits}. To run it now: {trigger}"
     elif (due := timetable.due(upcoming)) <= facts.now and facts.pending is not None and not facts.state.redbeat_leads:
         yield f"Its next run, for {_moment(upcoming)}, waits until that one is sent."

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import shlex
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..advice import command_line
 from ..broker import bounded, is_one_broker, own_broker
 from ..config import Config
 from ..destination import queue_of_call
@@ -205,7 +205,7 @@ class Found(NamedTuple):
     @property
     def way_out(self) -> str:
         """How to free the lock in doubt."""
-        return f"celery singlebeat unlock --force {shlex.quote(self.lock.ref.task_id)} {FREES_NOW}"
+        return f"{command_line('unlock --force', self.lock.ref.task_id)} {FREES_NOW}"
 
     def __str__(self) -> str:
         """Return a sentence without its full stop."""
@@ -371,7 +371,7 @@ def sent_to_another_broker(app: Celery, lock: Waiting) -> str:
         return ""
     return (
         f"it was sent to the broker {lock.broker}, and the broker of this process is {own}: ask with the settings of "
-        f"its sender. If that broker is gone for good: celery singlebeat unlock --force {shlex.quote(lock.ref.task_id)}"
+        f"its sender. If that broker is gone for good: {command_line('unlock --force', lock.ref.task_id)}"
     )
 
 

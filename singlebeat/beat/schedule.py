@@ -15,6 +15,7 @@ from itertools import dropwhile, islice, takewhile
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Unpack, overload
 from uuid import uuid4
 
+from ..advice import command_line
 from ..connections import ResponseError, schedule_client
 from ..errors import ConflictError, EntryError, UnknownEntryError
 from ..log import Log
@@ -794,7 +795,7 @@ class Schedule:
             if time.monotonic() >= deadline:
                 raise ConflictError(
                     f"entry {name!r} has an occurrence that was not sent within {timeout:g} s; for the reason: "
-                    f"celery singlebeat explain {shlex.quote(name)}"
+                    f"{command_line('explain', name)}"
                 )
             time.sleep(POLL_INTERVAL)
         if verdict == "missing":
@@ -808,4 +809,4 @@ class Schedule:
                 "singlebeat history before you repeat it"
             )
         if verdict == "moved" and occurrence is not None:
-            raise ConflictError(f"entry {name!r}: another call goes on with its backfill")
+            raise ConflictError(f"entry {name!r}: its backfill was cancelled, or another call goes on with it")

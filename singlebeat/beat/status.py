@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from ..advice import command_line
 from ..broker import is_one_broker, own_broker
 from ..config import Config
 from ..connections import ResponseError, schedule_client
@@ -117,7 +118,7 @@ def to_delete(app: str, names: Sequence[str]) -> str:
         app: their owner, which may have a prefix of its own by now.
     """
     runs, each = ("it runs", "it") if len(names) == 1 else ("they run", "each")
-    delete = f"celery singlebeat delete {shlex.quote(names[0])}"
+    delete = command_line("delete", names[0])
     return f"If app {app} has a prefix of its own now, {runs} twice: delete {each} here: {delete}"
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery.schedules import crontab, schedule
 
+from ..advice import command_line
 from ..beat.entries.entry import NOTHING, Entry
 from ..beat.entries.policy import EntryPolicy
 from ..beat.entries.schedule_json import why_no_crontab
@@ -355,12 +356,12 @@ def resume_(app: Celery, as_json: bool, name: str | None, tag: str | None, all_:
         with suppress(Exception):  # a user's own schedule may raise anything
             now = server_now(schedule_client(app), entries.keys.schedule)
             over = entry.timetable.why_over(entry.meta.counts_from, now, count=entry.total_run_count)
-    off = f", and still disabled: celery singlebeat edit {shlex.quote(name)} --enable" if disabled else ""
+    off = f", and still disabled: {command_line('edit', name, option='--enable')}" if disabled else ""
     off += f", and still paused, as {pause}: {pause.resumed_by}" if pause is not None else ""
     if Statics(app, schedule_client(app)).is_paused(name):
         off += "; beat_schedule pauses it again when the next term of leadership begins"
     if over:
-        off += f", and never runs: {over}. To run it all the same: celery singlebeat trigger {shlex.quote(name)}"
+        off += f", and never runs: {over}. To run it all the same: {command_line('trigger', name)}"
     facts: dict[str, object] = {"disabled": True} if disabled else {}
     facts |= {"pause": asdict(pause)} if pause is not None else {}
     text = f"{name}: {'resumed' if was_paused else 'it was not paused'}{off}"
@@ -396,7 +397,7 @@ def trigger_(app: Celery, as_json: bool, name: str, overlap: str | None, timeout
     elif not state.works:
         waits = f"{state.problem()}: the run is sent when a beat is started"
     if name in state.quarantine:
-        explain = f"celery singlebeat explain {shlex.quote(name)}"
+        explain = command_line("explain", name)
         waits = f"it is quarantined, and the run is sent once that is over ({explain})"
     text = f"{name}: requested, task {task_id}{waits and '; '}{waits}"
     done(as_json, text, name=name, task_id=task_id)

@@ -139,13 +139,13 @@ class _Source(click.File):
 def import_(app: Celery, as_json: bool, file: IO[bytes], from_now: bool, dry_run: bool) -> None:
     """Store entries from a file of ``export``, or from ``dumpdata django_celery_beat``; - is standard input.
 
-    An entry of the same name is replaced. It stays paused if it is, and keeps its past unless the file has a later run:
-    so you may import a later dump once more. Over a dump of Django, it also keeps what Django has no field for:
-    overlap, misfire_grace_time, jitter, run_on_start and tags. An enabled task of one run runs again if it was changed
-    in Django after its run here, and has not run there. A new entry gets the past from the file: beat makes up by one
-    run for the times that have passed since. Use --from-now if they may have run since the export, as on a server that
-    has lost them. A past that lies more than 3 hours ahead is of a wrong clock: the entry counts from now, and is
-    named.
+    An entry of the same name is replaced, enabled or not as the file has it. It stays paused if it is, and keeps
+    its past unless the file has a later run: so you may import a later dump once more. Over a dump of Django, it
+    also keeps what Django has no field for: overlap, misfire_grace_time, jitter, run_on_start and tags. An enabled
+    task of one run runs again if it was changed in Django after its run here, and has not run there. A new entry
+    gets the past from the file: beat makes up by one run for the times that have passed since. Use --from-now if
+    they may have run since the export, as on a server that has lost them. A past that lies more than 3 hours ahead
+    is of a wrong clock: the entry counts from now, and is named.
 
     An entry that cannot be stored, such as one with an unknown field, is named. The others are stored, and the exit
     code is 1. RedBeat's entries need no import: singlebeat uses them in place.

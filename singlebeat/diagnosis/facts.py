@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from ..advice import command_line
 from ..beat.delivery import queue_of
 from ..beat.entries.fields import read_fields
 from ..beat.entries.occurrence import Occurrence
@@ -120,8 +121,8 @@ def why_gone(entries: Schedule, name: str) -> str:
         if all(record.decision == "quarantined" for record in records):  # beat has never read a definition of it
             what = "has given it a place in the schedule without a definition, or has removed it"
         last = f"its last record is of {records[0].at:%Y-%m-%d %H:%M:%SZ}"
-        return f". Another program {what}; {last} (celery singlebeat history {shlex.quote(name)})"
-    back = f"celery singlebeat revert {shlex.quote(name)} --to {change.id}"
+        return f". Another program {what}; {last} ({command_line('history', name)})"
+    back = command_line("revert", name, option=f"--to {change.id}")
     at = f"{change.at:%Y-%m-%d %H:%M:%SZ}"
     if change.action == "delete":
         return f". {change.actor or 'Another program'} has deleted it at {at}; to undo that: {back}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self
 
+from ..advice import command_line
 from ..config import Config
 from ..server_errors import is_key_denied
 from .key import check_sendable, turn_key
@@ -570,7 +570,7 @@ def unusable(key: str, reason: str) -> str:
     if is_key_denied(reason):  # which has its own advice
         return f"the lock {key[:LONGEST_SHOWN]} is unusable: {reason}"
     shown = key if len(key) <= LONGEST_SHOWN else f"{key[: LONGEST_SHOWN // 2]}…{key[-LONGEST_SHOWN // 2 :]}"
-    advice = f"delete the lock (celery singlebeat unlock --force {shlex.quote(key)})"
+    advice = f"delete the lock ({command_line('unlock --force', key)})"
     if OTHER_DATA in reason:
         return f"the lock {shown} is unusable: {reason}. Give the calls another key, or move the data away"
     if "WRONGTYPE" in reason:

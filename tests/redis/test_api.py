@@ -1129,7 +1129,7 @@ def test_a_backfill_that_another_call_has_continued_stops(api, bench, redis, hou
     bench.tick()
     before = redis.hgetall("redbeat:e")
 
-    with pytest.raises(ConflictError, match="'e': another call goes on with its backfill"):
+    with pytest.raises(ConflictError, match="'e': its backfill was cancelled, or another call goes on with it"):
         api._propose("e", backfilled(HOURS[0]), 1.0, found="", at="mine")
 
     assert redis.hgetall("redbeat:e") == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -939,6 +940,19 @@ def test_a_claimed_run_of_a_quarantined_entry_waits_for_that_entry(cli, put, red
 
     assert "ZADD" not in cli("doctor", code=1).output
     assert "beat sends it once the entry is usable" in cli("explain", "e").output
+
+
+@pytest.mark.parametrize("name", ["-nightly", "--all", "--tag=eu"])
+def test_a_command_is_advised_for_a_name_that_looks_like_an_option(cli, put, app, name):
+    put("other", tags=["eu"])
+    put(name)
+    for each in (name, "other"):
+        Schedule(app).pause(each)
+
+    (advised,) = re.findall(r"celery singlebeat (resume .*?)[.]?$", cli("explain", "--", name).output, re.MULTILINE)
+    cli(*shlex.split(advised))
+
+    assert {each.name: each.policy.paused for each in Schedule(app).list()} == {name: False, "other": True}
 
 
 def test_claimed_runs_are_looked_up_in_batches(app, put, redis):

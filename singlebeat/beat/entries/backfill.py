@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
+from ...advice import command_line
 from ...errors import ConflictError, EntryError
 from ...overlap import Overlap
 from ..calendar.zone import given_instant
@@ -64,10 +65,10 @@ class Span:
 
     def unfinished(self, name: str, key: str) -> str:
         """Return how far a stored backfill has come, and what to do if no process goes on with it."""
-        again = shlex.join((name, self.start.isoformat(), self.end.isoformat()))
+        again = command_line("backfill", name, self.start.isoformat(), self.end.isoformat())
         return (
             f"its backfill from {self.start} to {self.end} is not finished: beat has the runs up to {self.at}; unless "
-            f"a process goes on with it, repeat it: celery singlebeat backfill {again}; or cancel it: "
+            f"a process goes on with it, repeat it: {again}; or cancel it: "
             f"HDEL {shlex.quote(key)} backfill"
         )
 

@@ -61,8 +61,8 @@ def check_beats(app: Celery, schedule: Read) -> Iterator[Finding]:
         yield Finding("warning", "schedule", text)
     if not state.redbeat_leads and (pending := _pending(app)):  # RedBeat sends none of them
         why = (
-            "the broker, the locks' server or a database that their tasks ask is away, or refuses them: see the log of "
-            "beat (event=unreachable, refused)"
+            "the broker or the locks' server is away, or refuses them, or a database that their tasks ask is away: see "
+            "the log of beat (event=unreachable, refused)"
         )
         if schedule.refused:
             why = "the schedule's server refuses a command that beat needs to send or to confirm them"

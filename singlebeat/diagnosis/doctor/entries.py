@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
+from ...advice import command_line
 from ...beat.calendar.clocked import comes_once
 from ...beat.delivery import listed
 from ...beat.keys import Keys
@@ -153,11 +154,9 @@ def _over(app: Celery, schedule: Read) -> Iterator[Finding]:
             done.append(f"{name} ({never.pop(name)})")  # it was triggered, which does not count as one of its times
     once = {entry.name for entry in schedule.usable if comes_once(entry.schedule)}
     for name, why in islice(never.items(), MOST_NAMED):
-        advice = f"Correct its times (celery singlebeat edit {shlex.quote(name)}), or delete it"
+        advice = f"Correct its times ({command_line('edit', name)}), or delete it"
         if name in once:  # that command sets no such time
-            advice = (
-                f"If it has not run: celery singlebeat trigger {shlex.quote(name)}. Or delete it, or give it a later "
-            )
+            advice = f"If it has not run: {command_line('trigger', name)}. Or delete it, or give it a later "
             advice += "time, on the page or by Schedule.upsert"
         yield Finding("warning", f"entry {name}", f"no run of it is recorded, and none will be: {why}. {advice}")
     if len(never) > MOST_NAMED:
@@ -202,7 +201,7 @@ def _histories(app: Celery, schedule: Read) -> Iterator[Finding]:
     for name, why in islice(unlocked.items(), MOST_NAMED):
         yield Finding("problem", f"entry {name}", f"its runs may overlap: the last one was sent {why}")
     for name, text in islice(silent.items(), MOST_NAMED):
-        yield Finding("warning", f"entry {name}", f"{text} (celery singlebeat explain {shlex.quote(name)})")
+        yield Finding("warning", f"entry {name}", f"{text} ({command_line('explain', name)})")
     if len(silent) > MOST_NAMED:
         text = f"the last runs of {len(silent) - MOST_NAMED} more entries all failed, or were skipped"
         yield Finding("warning", "entries", text)
@@ -227,7 +226,7 @@ def _piling_up(waiting: Mapping[str, int]) -> Iterator[Finding]:
         text = (
             f"its last {count} runs wait for their turn, and none of them has ended: they come due faster than they "
             "end, or the run before them hangs. Let it run less often, or choose another overlap "
-            f"(celery singlebeat explain {shlex.quote(name)})"
+            f"({command_line('explain', name)})"
         )
         yield Finding("warning", f"entry {name}", text)
     if len(most_first) > MOST_NAMED:
