@@ -12,9 +12,9 @@ In threads, gevent, eventlet and solo both are one process; the code is the same
 
 1. *Arrival.* The request gives the delivery a nonce. The renewer renews its lock from now on, every third of a lease,
    also while the message waits for its ETA or for a free slot.
-2. *Start.* ``begin``: the lock becomes running under the nonce. A copy of a run waits, a finished id is dropped, and a
-   call that must wait for another run is sent again with a countdown (``gate.admit``, ``resend``). For a plain task that beat has
-   sent the main process asks, before it acknowledges the message.
+2. *Start.* ``begin``: the lock becomes running under the nonce. A copy of a run waits, a finished id is dropped, and
+   a call that must wait for another run is sent again with a countdown (``gate.admit``, ``resend``). For a plain task
+   that beat has sent the main process asks, before it acknowledges the message.
 3. *End.* The lock is freed twice, on purpose. The process that runs the task frees it right after the body, before the
    result and before callbacks: their receivers may call the task again at once. A child
    process frees the lock of a plain task after them, if the body has succeeded or failed: the main process reads no
