@@ -17,6 +17,6 @@ def command_line(verb: str, name: str, *more: str, option: str = "") -> str:
         more: arguments that follow the name.
         option: with its value.
     """
-    words = [verb, "--" * name.startswith("-"), shlex.join((name, *more))]
-    words.insert(1 if name.startswith("-") else 3, option)
-    return " ".join(("celery", "singlebeat", *filter(None, words)))
+    named = shlex.join((name, *more))
+    words = (option, "--", named) if name.startswith("-") else (named, option)
+    return " ".join(("celery", "singlebeat", verb, *filter(None, words)))
