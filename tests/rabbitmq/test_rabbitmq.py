@@ -790,6 +790,25 @@ def test_a_call_that_rabbitmq_delays_is_never_called_lost(rabbit, celery, oracle
         assert [first.get(timeout=60), second.get(timeout=60)] == ["one"] * 2
 
 
+def test_a_call_that_rabbitmq_delays_comes_back_to_its_own_queue(rabbit, celery, oracle, server):
+    """No worker reads the default queue."""
+    conf, own = {**conf_of(rabbit, server), **on_quorum_queue("of others")}, on_quorum_queue("its own")
+    conf["task_queues"] = {**conf["task_queues"], **own["task_queues"]}
+    stage = Stage(celery, oracle, conf)
+    worker = stage.start("worker", "-c", "2", "-Q", "its own").ready()
+    with stage.app() as app:
+        single, call = app.tasks[SINGLE], {"args": ("one", 60), "queue": "its own"}
+        first = single.apply_async(**call)
+        oracle.wait_started(1, "one", timeout=60)
+        second = single.apply_async(**call, overlap="buffer_one")
+        worker.wait_for(rf"{second.id}\] waits for its turn", count=3, timeout=60)
+
+        oracle.let_go("one", 2)
+
+        assert [first.get(timeout=60), second.get(timeout=60)] == ["one"] * 2
+    assert oracle.max_concurrent("one") == 1
+
+
 @pytest.mark.parametrize("task", ["rejecting", "single_rejecting"])
 def test_a_dead_lettered_message_that_comes_back_runs_again(task, rabbit, celery, oracle, server, redis):
     """The usual delayed retry: reject, wait in a queue without consumers until its TTL ends, and come back."""
