@@ -795,8 +795,10 @@ def test_a_call_that_rabbitmq_delays_comes_back_to_its_own_queue(rabbit, celery,
     conf, own = {**conf_of(rabbit, server), **on_quorum_queue("of others")}, on_quorum_queue("its own")
     conf["task_queues"] = {**conf["task_queues"], **own["task_queues"]}
     stage = Stage(celery, oracle, conf)
-    worker = stage.start("worker", "-c", "2", "-Q", "its own").ready()
     with stage.app() as app:
+        with app.connection_for_write() as connection:  # before Celery 5.6, a worker binds all queues or none
+            app.amqp.queues["of others"](connection).declare()
+        worker = stage.start("worker", "-c", "2", "-Q", "its own").ready()
         single, call = app.tasks[SINGLE], {"args": ("one", 60), "queue": "its own"}
         first = single.apply_async(**call)
         oracle.wait_started(1, "one", timeout=60)
