@@ -33,6 +33,10 @@ class Backoff:
         """Return how many attempts of an entry have failed in a row."""
         return self._by_key[key]
 
+    def is_refused(self, key: str) -> bool:
+        """Return whether the last message of an entry was refused."""
+        return key in self._refused
+
     def failed(self, *keys: str) -> bool:
         """Record a failed attempt of entries, of the server if none is given; return whether it is worth logging."""
         self._by_key.update(keys)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -35,6 +34,7 @@ __all__ = (
     "UnreachableBrokerError",
     "causes",
     "in_words",
+    "is_of_database",
     "is_refusal",
     "is_transient",
     "is_without_queue",
@@ -80,18 +80,18 @@ def is_transient(exc: Exception) -> bool:
     ``apply_async`` asks.
     """
     return any(
-        (isinstance(cause, UNREACHABLE) and not _is_of_message(cause))
-        or may_pass(cause)
-        or is_without_queue(cause)
-        or _is_of_database(cause)
+        (isinstance(cause, UNREACHABLE) and not _is_of_message(cause)) or may_pass(cause) or is_without_queue(cause)
+        for cause in causes(exc)
+    ) or is_of_database(exc)
+
+
+def is_of_database(exc: BaseException) -> bool:
+    """Return whether a database is the cause that code of the user asks."""
+    return any(
+        not isinstance(cause, OperationalError)  # kombu's error of that name wraps any other one
+        and not OF_DATABASES.isdisjoint(kind.__name__ for kind in type(cause).__mro__)
         for cause in causes(exc)
     )
-
-
-def _is_of_database(exc: BaseException) -> bool:
-    """Return whether a database is the cause; kombu's error of the same name wraps any other one."""
-    names = {kind.__name__ for kind in type(exc).__mro__}
-    return not isinstance(exc, OperationalError) and not names.isdisjoint(OF_DATABASES)
 
 
 def causes(exc: BaseException | None) -> Iterator[BaseException]:
@@ -115,19 +115,9 @@ def is_refusal(exc: Exception) -> bool:
 
 def _server_of(exc: BaseException) -> str:
     """Return the server that is behind the error of a message."""
-    if any(map(_is_of_database, causes(exc))):
+    if is_of_database(exc):
         return DATABASE
     return LOCKS if any(isinstance(cause, LockBackendError) for cause in causes(exc)) else BROKER
-
-
-def _close_connections_of_django() -> None:
-    """Let Django, if this process uses it, close connections to databases that have failed.
-
-    It does so at the ends of requests, and Celery at those of tasks, of which there are none here.
-    """
-    if (django := sys.modules.get("django.db")) is not None:
-        with suppress(Exception):  # the error that it is about to log is the one that counts
-            django.close_old_connections()
 
 
 def in_words(exc: Exception) -> str:
@@ -179,9 +169,8 @@ class Failures:
 
         The broker refuses it, or a database is away that its task asks.
         """
-        if _server_of(exc) == DATABASE:
-            _close_connections_of_django()
-        elif not any(is_of_one_message(cause) or is_without_queue(cause) for cause in causes(exc)):
+        is_of_one = any(is_of_one_message(cause) or is_without_queue(cause) for cause in causes(exc))
+        if not (is_of_one or is_of_database(exc)):
             return False
         if self.backoff.refused(message.entry.key):
             self._log_refusal(message, exc)

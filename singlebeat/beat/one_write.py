@@ -29,7 +29,7 @@ from ..locks.send import why_no_outbox
 from ..log import Log
 from ..outbox import ELSEWHERE_FOR, MOST_CHARACTERS, MOST_MESSAGES, Marker, reports_each, size, takes_outbox
 from .dispatch import Published, not_published
-from .failures import BROKER, LOCKS, UnreachableBrokerError, in_words, is_refusal, is_transient
+from .failures import BROKER, LOCKS, UnreachableBrokerError, in_words, is_of_database, is_refusal, is_transient
 from .leadership.lease import Term
 from .message import prepare
 from .store.claims import ClaimVerdict, Store
@@ -145,7 +145,8 @@ class OneWrite:
             if not self._may_be_here():
                 return {}
             messages, _ = prepare(self.app, self.dispatcher.report_each(wanted), looked_after=looked_after)
-            messages = [message for message in messages if not message.goes_its_own_way]
+            refused = self.dispatcher.failures.backoff.is_refused
+            messages = [each for each in messages if not (each.goes_its_own_way or refused(each.entry.key))]
             sending = _Sending(self, outbox, by_id, term, now, retry_at)
             return sending.send(self.dispatcher.by_failures(messages))
 
@@ -426,7 +427,7 @@ class _Sending:
         except Exception as exc:  # several writes find out what to do about it
             if self._error is not None:
                 raise self._error from None
-            if is_transient(exc):  # each further try may take as long
+            if is_transient(exc) and not is_of_database(exc):  # each further try may take as long
                 self._write()
                 if self.one_write.failed != message.occurrence.id:  # else the message is the cause
                     self.one_write.failed = message.occurrence.id

@@ -27,7 +27,7 @@ from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, reports_each, size
 from ..server_errors import is_key_denied
 from .dispatch import Published, has_begun, not_published
 from .entries.occurrence import DecisionType
-from .failures import BROKER, LOCKS, NoQueueError, causes, is_transient
+from .failures import BROKER, LOCKS, NoQueueError, causes, is_of_database, is_transient
 from .message import prepare
 from .store.probe import lock_refusal
 
@@ -67,6 +67,7 @@ class _Attempt:
     error: Exception | None = None  #: why it is not sent
     commands: Sequence[Command] = ()  #: that are to send it; empty: it is sent, or not to be sent
     published: Published | None = None  #: by code of others
+    has_sent_others: bool = False  #: code of others has sent calls of other tasks, which a further try would double
     dropped: Decision | None = None  #: why it is not to be sent any more
 
 
@@ -156,9 +157,14 @@ class SeveralWrites:
         return is_free and not self.failures.backoff.failures_of(message.entry.key)
 
     def _give_up(self, wrong: Sequence[tuple[Message, Exception]]) -> None:
-        """Give up messages that cannot be made."""
+        """Give up messages that cannot be made, unless a database is away that code of the user asks for them."""
         self.dispatcher.release(*(lock for message, _ in wrong for lock in message.locks))
-        self._confirmations += [self.dispatcher.give_up(*each) for each in wrong]
+        for message, exc in wrong:
+            if is_of_database(exc):
+                self.failures.is_refused(message, exc)
+                self._unsent.append(message.entry.key)
+            else:
+                self._confirmations.append(self.dispatcher.give_up(message, exc))
 
     def _send(self, messages: Sequence[Message]) -> None:
         """Publish messages, and confirm all that is decided."""
@@ -250,12 +256,11 @@ class SeveralWrites:
 
     def _publish(self, messages: Sequence[Message]) -> None:
         """Publish messages, for as long as this beat may."""
-        left, retried_since, is_by_others = deque(messages), math.inf, False
+        left, retried_since = deque(messages), math.inf
         while left and self._may_publish():
             began = time.monotonic()
-            was_by_others, is_by_others = is_by_others, left[0].is_sent_by_others
             has_failed = self.failures.backoff.failures_of(left[0].entry.key) > 0  # and so have all that follow
-            if self._confirmations and (has_failed or is_by_others > was_by_others):  # what comes may hang
+            if self._confirmations and (has_failed or left[0].is_sent_by_others):  # what comes may hang
                 self._confirm(messages)
             if has_failed:
                 retried_since = min(retried_since, began)
@@ -284,7 +289,7 @@ class SeveralWrites:
                 self._confirmations.append(self._settle(attempt))
             elif not self.publisher.may_publish(self.term):
                 continue
-            elif is_transient(exc):
+            elif is_transient(exc) and not (attempt.has_sent_others and is_of_database(exc)):
                 yield message, exc
             else:
                 self.dispatcher.release(*message.locks)
@@ -345,7 +350,7 @@ class SeveralWrites:
                 return attempt
             if outbox is not None:
                 outbox.expect()
-            with self._noting_published(message):
+            with self._noting_published(attempt):
                 result = self.dispatcher.publish(message, attempt.outcome)
             if message.is_sent_by_others:
                 attempt.published = self._published_by_others(message, result)
@@ -369,8 +374,9 @@ class SeveralWrites:
         return attempt
 
     @contextmanager
-    def _noting_published(self, message: Message) -> Iterator[None]:
+    def _noting_published(self, attempt: _Attempt) -> Iterator[None]:
         """Note the task ids of the messages that code of others publishes meanwhile for an occurrence."""
+        message = attempt.message
         if not message.is_sent_by_others:
             yield
             return
@@ -379,6 +385,8 @@ class SeveralWrites:
             task_id = id_of_message(headers or {}, body)
             if message.entry.task == sender or message.occurrence.id == task_id:
                 self._published.append(task_id)
+            else:
+                attempt.has_sent_others = True
 
         after_task_publish.connect(note, weak=False)
         self._alone = "" if message.locks_itself else message.occurrence.id

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -74,6 +76,7 @@ class Tick:
         Args:
             jump: the last jump of the clock, if one is known.
         """
+        _close_old_connections()
         time, taken_at, retry_at = self.store.calculating_time, monotonic(), self._retry_at()
         retaken = self._retake(due, term, retry_at)
         over = self._drop(retaken, term, now)
@@ -175,6 +178,17 @@ class Tick:
     def _log(self, decisions: Iterable[Decision]) -> None:
         for decision in decisions:
             log_decision(decision, self._timestamp())
+
+
+def _close_old_connections() -> None:
+    """Let Django, if this process uses it, close connections to databases that have failed or are too old.
+
+    It does so at the ends of requests, and Celery at those of tasks, of which there are none here. Times, arguments,
+    keys, routes and the sending of a task may be code of the user that asks a database.
+    """
+    if (django := sys.modules.get("django.db")) is not None:
+        with suppress(Exception):  # it may not be set up
+            django.close_old_connections()
 
 
 def _without(entries: Sequence[Stored], over: Sequence[Confirmation]) -> list[Stored]:

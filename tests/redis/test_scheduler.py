@@ -23,7 +23,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 from celery import Celery, Task
-from celery.beat import Service
+from celery.beat import BeatLazyFunc, Service
 from celery.schedules import BaseSchedule, crontab, schedule
 from celery.signals import after_task_publish, beat_init, before_task_publish
 from kombu import Connection, Producer
@@ -1694,24 +1694,84 @@ def test_a_dead_connection_of_django_holds_up_no_run_for_long(bench, monkeypatch
     assert [record["decision"] for record in bench.history] == ["dispatched"]
 
 
-def test_code_of_a_user_that_hangs_is_called_after_the_other_entries(bench):
-    """The watchdog ends the beat then, and the next one takes the same run up again."""
-    app = bench.new_app()
+def test_the_runs_before_code_of_a_user_that_hangs_are_confirmed(bench):
+    """The watchdog ends the beat then, and the next one would send what is not confirmed once more."""
+    app, decided = bench.new_app(), list[Any]()
 
     class Hanging(Task):
         abstract = True
 
         def apply_async(self, *args: Any, **options: Any) -> Any:
-            raise SystemExit("ended by the watchdog")
+            decided.append({record["entry"]: record["decision"] for record in bench.history})
+            return super().apply_async(*args, **options)
 
-    app.task(die_in_publish, name="own", base=Hanging, shared=False)  # only its name matters here
+    app.task(die_in_publish, name="hanging", base=Hanging, shared=False)  # only its name matters here
+    app.task(die_in_publish, name="own", base=Recording, shared=False)
     bench.put("a", task="own")
-    bench.put("b")
+    bench.put("b", task="hanging")
+    bench.put("c")
 
-    with connected(before_task_publish, lambda **_: None), pytest.raises(SystemExit):  # so each message is sent alone
+    with connected(before_task_publish, lambda **_: None):  # so each message is sent alone
         bench.scheduler(app=app).tick()
 
-    assert {record["entry"]: record["decision"] for record in bench.history} == {"b": "dispatched"}
+    assert decided == [{"a": "dispatched", "c": "dispatched"}]
+
+
+@pytest.mark.parametrize("asked_for", ["an argument", "a key", "a route"])
+def test_a_run_waits_for_a_database_that_is_asked(bench, caplog, asked_for):
+    """The other entries run, and no line says that the broker is away."""
+    app, is_away = bench.new_app(), [True]
+
+    def ask(*_: Any, **__: Any) -> Any:
+        if is_away:
+            raise sqlite3.OperationalError("database is locked")
+        return None if asked_for == "a route" else "a"
+
+    if asked_for == "a route":
+        app.conf.task_routes = (lambda name, *_, **__: ask() if name == "own" else None,)
+    keys = {"base": Singleton, "unique_on": ask} if asked_for == "a key" else {}
+    app.task(die_in_publish, name="own", shared=False, typing=False, **keys)  # only its name matters here
+    app.task(die_in_publish, name="other", shared=False, typing=False)
+    entry = {"task": "own", "schedule": 3600, "args": [BeatLazyFunc(ask)] if asked_for == "an argument" else ["a"]}
+    app.conf.beat_schedule = {"e": entry, "other": {"task": "other", "schedule": 3600}}
+    scheduler = bench.scheduler(app=app)
+    scheduler.tick()
+    for name in ("e", "other"):
+        Schedule(app).trigger(name)
+
+    scheduler.tick()
+    assert {record["entry"]: record["decision"] for record in bench.history} == {"other": "dispatched"}
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert [error for error in errors if "the message of e stays pending, because a database" not in error] == []
+    is_away.clear()
+    bench.retry_now()
+    scheduler.tick()
+
+    decided = {record["entry"]: record["decision"] for record in bench.history}
+    assert decided == {"e": "dispatched", "other": "dispatched"}
+
+
+def test_calls_that_an_own_apply_async_has_sent_are_not_sent_again(bench):
+    """It sends one for each tenant, and the statement after that fails: at each try it would bill them once more."""
+    app = bench.new_app()
+
+    class PerTenant(Task):
+        abstract = True
+
+        def apply_async(self, *args: Any, **options: Any) -> Any:
+            self.app.send_task("bill", ["tenant"])
+            raise sqlite3.OperationalError("database is locked")
+
+    app.task(die_in_publish, name="own", base=PerTenant, shared=False)  # only its name matters here
+    bench.put("e", task="own")
+    scheduler = bench.scheduler(app=app)
+
+    scheduler.tick()
+    bench.retry_now()
+    scheduler.tick()
+
+    assert [record["decision"] for record in bench.history] == ["publish_failed"]
+    assert bench.redis.llen(QUEUE) == 1
 
 
 def test_a_result_that_cannot_be_read_harms_no_other_entry(bench, monkeypatch):
