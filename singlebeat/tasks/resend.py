@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery.app.task import Context
 from celery.utils.quorum_queues import detect_quorum_queues
+from kombu import Exchange, Queue
 from kombu.serialization import dumps, loads, prepare_accept_content, registry
-from kombu.transport.native_delayed_delivery import calculate_routing_key
+from kombu.transport.native_delayed_delivery import (
+    CELERY_DELAYED_DELIVERY_EXCHANGE,
+    MAX_LEVEL,
+    calculate_routing_key,
+    level_name,
+)
 
 from ..destination import kind_of
 from ..errors import ConfigError
@@ -36,9 +42,6 @@ setattr(Context, MESSAGE, None)
 
 #: Properties that stay as they are; the others are those of one delivery, or are made anew.
 KEPT = ("correlation_id", "reply_to", "delivery_mode", "priority", "message_id", "timestamp", "type", "app_id")
-
-#: The exchange over which Celery sends a message that RabbitMQ delays, and what it puts before its routing key.
-DELAYING, DELAY = "celery_delayed_27", re.compile(r"^([01]\.){28}")
 
 
 class Message(NamedTuple):
@@ -124,19 +127,37 @@ def _destination(app: Celery, ticket: Ticket, request: Context, seconds: int) ->
     would get it once more from each other, and so on.
 
     Args:
-        seconds: for which RabbitMQ delays it, by way of the exchanges of the queues; 0 if it does not.
+        seconds: for which RabbitMQ delays it, if its queue is bound to an exchange that can; 0 if it does not.
     """
     delivery = request.delivery_info or {}
     exchange, key = delivery.get("exchange") or "", delivery.get("routing_key") or ""
     queue = ticket.brought_by or ("" if exchange else key)
     known = app.amqp.queues.get(queue)
-    kind = kind_of(known)
-    if seconds and kind not in {"direct", "fanout"}:
-        own_key = DELAY.sub("", key) if exchange else known.routing_key
-        return {"exchange": DELAYING, "routing_key": calculate_routing_key(seconds, own_key)}
     if not queue:  # only the exchange knows it
         return {"exchange": exchange, "routing_key": key}
-    return {"exchange": "", "routing_key": queue, "declare": [known] if known is not None and kind != "fanout" else []}
+    kind = kind_of(known)
+    if known is None or known.exclusive or kind == "fanout":  # only its own connection may declare it
+        return {"exchange": "", "routing_key": queue}
+    if seconds and kind != "direct":
+        delayed = _delayed(known)
+        return {
+            "exchange": level_name(MAX_LEVEL),
+            "routing_key": calculate_routing_key(seconds, delayed.routing_key.removeprefix("#.")),
+            "declare": [delayed],
+        }
+    return {"exchange": "", "routing_key": queue, "declare": [known]}
+
+
+def _delayed(queue: Queue) -> Queue:
+    """Return a queue with a binding that gives it what RabbitMQ has delayed for it alone.
+
+    Celery's own binding gives it to each queue whose key matches, and only queues that were known at a worker's start
+    have one.
+    """
+    bound = copy(queue)
+    bound.exchange, bound.bindings = Exchange(CELERY_DELAYED_DELIVERY_EXCHANGE, type="topic"), set()
+    bound.routing_key = f"#.singlebeat.{queue.name}"
+    return bound
 
 
 def _delays(app: Celery) -> bool:

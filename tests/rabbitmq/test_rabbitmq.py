@@ -790,25 +790,33 @@ def test_a_call_that_rabbitmq_delays_is_never_called_lost(rabbit, celery, oracle
         assert [first.get(timeout=60), second.get(timeout=60)] == ["one"] * 2
 
 
-def test_a_call_that_rabbitmq_delays_comes_back_to_its_own_queue(rabbit, celery, oracle, server):
-    """No worker reads the default queue."""
-    conf, own = {**conf_of(rabbit, server), **on_quorum_queue("of others")}, on_quorum_queue("its own")
-    conf["task_queues"] = {**conf["task_queues"], **own["task_queues"]}
+@pytest.mark.parametrize("is_added", [False, True], ids=["of its app", "added to a worker"])
+def test_a_call_that_rabbitmq_delays_comes_back_to_its_own_queue(is_added, rabbit, celery, oracle, server):
+    """No worker reads the default queue. Another queue gets what has the same key, once for each call."""
+    name, twin = f"its own {is_added}", f"twin {is_added}"
+    conf, own = {**conf_of(rabbit, server), **on_quorum_queue("of others")}, on_quorum_queue(name)
+    if not is_added:
+        conf["task_queues"] = {**conf["task_queues"], **own["task_queues"]}
     stage = Stage(celery, oracle, conf)
-    with stage.app() as app:
-        with app.connection_for_write() as connection:  # before Celery 5.6, a worker binds all queues or none
-            app.amqp.queues["of others"](connection).declare()
-        worker = stage.start("worker", "-c", "2", "-Q", "its own").ready()
-        single, call = app.tasks[SINGLE], {"args": ("one", 60), "queue": "its own"}
+    exchange = Exchange(name, type="topic")
+    with stage.app() as app, app.connection_for_write() as connection:
+        app.amqp.queues["of others"](connection).declare()  # before Celery 5.6, a worker binds all queues or none
+        worker = stage.start("worker", "-P", "threads", "-c", "2", "-Q", "of others" if is_added else name).ready()
+        if is_added:
+            Queue(name, exchange, name)(connection).declare()  # a worker answers before it does
+            app.control.add_consumer(name, exchange=name, exchange_type="topic", routing_key=name)
+        Queue(twin, exchange, name)(connection).declare()
+        single, call = app.tasks[SINGLE], {"args": (name, 60), "exchange": name, "routing_key": name}
         first = single.apply_async(**call)
-        oracle.wait_started(1, "one", timeout=60)
+        oracle.wait_started(1, name, timeout=60)
         second = single.apply_async(**call, overlap="buffer_one")
-        worker.wait_for(rf"{second.id}\] waits for its turn", count=3, timeout=60)
+        worker.wait_for(rf"{second.id}\] waits for its turn", count=4, timeout=60)
 
-        oracle.let_go("one", 2)
+        oracle.let_go(name, 2)
 
-        assert [first.get(timeout=60), second.get(timeout=60)] == ["one"] * 2
-    assert oracle.max_concurrent("one") == 1
+        assert [first.get(timeout=60), second.get(timeout=60)] == [name] * 2
+        assert connection.default_channel.queue_purge(twin) == 2
+    assert oracle.max_concurrent(name) == 1
 
 
 @pytest.mark.parametrize("task", ["rejecting", "single_rejecting"])
