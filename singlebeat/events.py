@@ -112,6 +112,12 @@ EVENTS: Mapping[str, Event] = {
         "it every minute, unless it is edited meanwhile, and logs each new reason. WARNING if a tool has added the "
         "entry to ``beat_schedule``, so that it stays as it is stored.",
     ),
+    "taken_over": Event(
+        (WARNING,),
+        "``beat_schedule`` has an entry now that an operator or another program had stored. It is replaced, and no "
+        "longer runs if a deploy takes it out of the code. To have the earlier one again: ``celery singlebeat "
+        "changes NAME``, and ``revert``.",
+    ),
     "not_imported": Event(
         (WARNING,),
         "A module of tasks cannot be imported where the page runs: ``reason``. Their queues are unknown there, and the "

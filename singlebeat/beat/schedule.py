@@ -229,6 +229,7 @@ class Schedule:
         Args:
             schedule: of Celery or RedBeat, or a number of seconds.
             options: for ``apply_async``.
+            enabled: whether it runs, also if an operator has disabled the old one; pause an entry that is to stay off.
             policy: options by the names of ``EntryPolicy``.
 
         Raises:

@@ -819,6 +819,23 @@ def test_a_call_that_rabbitmq_delays_comes_back_to_its_own_queue(is_added, rabbi
     assert oracle.max_concurrent(name) == 1
 
 
+def test_a_call_waits_in_a_queue_that_only_its_worker_may_use(rabbit, celery, oracle, server):
+    """RabbitMQ lets no other connection declare an exclusive queue."""
+    own = {"exchange": "exclusive", "routing_key": "exclusive", "exclusive": True}
+    stage = Stage(celery, oracle, {**conf_of(rabbit, server), "task_queues": {"exclusive": own}})
+    worker = stage.start("worker", "-c", "2", "-Q", "exclusive").ready()
+    with stage.app() as app:
+        single, call = app.tasks[SINGLE], {"args": ("one", 60), "exchange": "exclusive", "routing_key": "exclusive"}
+        first = single.apply_async(**call)
+        oracle.wait_started(1, "one", timeout=60)
+        second = single.apply_async(**call, overlap="buffer_one")
+        worker.wait_for(rf"{second.id}\] waits for its turn", count=3, timeout=60)
+
+        oracle.let_go("one", 2)
+
+        assert [first.get(timeout=60), second.get(timeout=60)] == ["one"] * 2
+
+
 @pytest.mark.parametrize("task", ["rejecting", "single_rejecting"])
 def test_a_dead_lettered_message_that_comes_back_runs_again(task, rabbit, celery, oracle, server, redis):
     """The usual delayed retry: reject, wait in a queue without consumers until its TTL ends, and come back."""

@@ -3064,6 +3064,18 @@ def test_the_leader_installs_beat_schedule(server, redis, bench_on):
     assert bench.messages == []
 
 
+def test_an_entry_of_an_operator_that_the_code_takes_over_is_named_once(server, redis, bench_on, logged):
+    """A deploy that is rolled back would take it out of the schedule."""
+    own = {"task": "t", "schedule": 60}
+    bench = bench_on(server, beat_schedule={"mine": own, "new": own})
+    bench.put("mine")
+
+    for _ in range(2):
+        bench.scheduler().tick()
+
+    assert [line["entry"] for line in logged("taken_over")] == ["mine"]
+
+
 def test_the_entry_that_celery_adds_is_never_parked(server, redis, bench_on, monkeypatch):
     bench = bench_on(server, beat_schedule={"mine": {"task": PLAIN, "schedule": 3600}})
     monkeypatch.setattr(type(bench.app.backend), "supports_autoexpire", False)

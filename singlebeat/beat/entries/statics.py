@@ -273,7 +273,9 @@ class Statics:
         possible = [name for name in possible if name not in results]
         absent = [name for name in possible if self.owner not in owners.get(name, ())]
         if owns:
-            self._own([*self.missing(absent)], owners)
+            missing = {*self.missing(absent)}
+            self._own(sorted(missing), owners)
+            self._log_taken_over([name for name in absent if name not in missing and name not in owners])
         over = dict(over or {})
         # Not only of those that are absent: an earlier beat may have ended before this step, or the entry that was
         # stored meanwhile had an unsent run of its own.
@@ -283,6 +285,16 @@ class Statics:
         author, fence = self._author, self._fence()
         saved = save_entries(self.client, self.keys, entries, now, author, keep_disabled=True, fence=fence, over=over)
         return {**results, **saved}
+
+    def _log_taken_over(self, names: Sequence[str]) -> None:
+        """Log those of some stored entries that have not come from any ``beat_schedule`` until now."""
+        known = self.client.smembers(self.keys.statics) if names else ()
+        for name in names:
+            if name not in known:
+                text = (
+                    "beat: '%(entry)s' was stored by others; it is of the code now, and leaves the schedule with it"
+                )
+                log.warning(text, event="taken_over", entry=name)
 
     def _own(self, names: Sequence[str], owners: Mapping[str, Sequence[str]]) -> None:
         """Remember that entries come from this app.
