@@ -291,9 +291,7 @@ class Statics:
         known = self.client.smembers(self.keys.statics) if names else ()
         for name in names:
             if name not in known:
-                text = (
-                    "beat: '%(entry)s' was stored by others; it is of the code now, and leaves the schedule with it"
-                )
+                text = "beat: '%(entry)s' was stored by others; it is of the code now, and leaves the schedule with it"
                 log.warning(text, event="taken_over", entry=name)
 
     def _own(self, names: Sequence[str], owners: Mapping[str, Sequence[str]]) -> None:
