@@ -822,7 +822,7 @@ def test_a_task_that_others_send_is_claimed_before(bench, redis, monkeypatch):
         scheduler.tick()
 
     assert sorted(bench.names) == ["a", "b"]
-    assert pending == [2, 2]
+    assert pending == [2, 1], "the first is confirmed before that library is called again"
 
 
 def test_a_library_that_sends_in_the_place_of_beat_sends_once(server, redis, own_server, bench_on, monkeypatch):
