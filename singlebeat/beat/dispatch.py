@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,9 +39,12 @@ if TYPE_CHECKING:
     from .message import Message
     from .store.claims import ClaimedOccurrence, Confirmation, Store
 
-__all__ = ("Dispatcher", "Published", "Publisher", "has_begun", "not_published")
+__all__ = ("MADE_WITHIN", "Dispatcher", "Published", "Publisher", "has_begun", "not_published")
 
 log = Log("celery.beat")
+
+#: Seconds for which messages are made before they are sent: code of the user may take long for arguments, key or route.
+MADE_WITHIN = 5.0
 
 
 class Publisher(Protocol):
@@ -120,7 +124,7 @@ class Dispatcher:
         looked_after = bool(plain) and self._ask_for_workers()
         if not looked_after:  # a lock may have been acquired while a worker was seen
             pending = [each for each in plain if each.stored.pending is not None]
-            messages, _ = prepare(self.app, self.report_each(pending), looked_after=True)
+            messages, _, _ = self.prepare(pending, looked_after=True)
             self.release(*(lock for message in messages for lock in message.locks))
         return looked_after
 
@@ -165,9 +169,38 @@ class Dispatcher:
             about = {"entry": message.entry.name, "reason": reason}
             log.warning("beat: %(entry)s is sent without a lock", event="unlocked", **about)
 
-    def report_each(self, claimed: Iterable[ClaimedOccurrence]) -> Iterator[ClaimedOccurrence]:
-        """Yield occurrences, and report progress at each."""
-        for each in claimed:  # a task's own key function may take long
+    def prepare(
+        self, claimed: Sequence[ClaimedOccurrence], *, looked_after: bool
+    ) -> tuple[list[Message], list[tuple[Message, Exception]], list[ClaimedOccurrence]]:
+        """Make the messages of occurrences, until that has taken ``MADE_WITHIN``.
+
+        Those come first that need no code of the user, and that have not failed.
+
+        Returns:
+            The messages in the order of their occurrences, those that cannot be made with their errors, and the
+            occurrences that are left out.
+        """
+        failures_of, until = self.failures.backoff.failures_of, time.monotonic() + MADE_WITHIN
+        place = {each.occurrence.id: number for number, each in enumerate(claimed)}
+        entries = ((each, each.stored.entry) for each in claimed)
+        ranked = sorted(entries, key=lambda pair: (not pair[1].is_constant, failures_of(pair[1].key)))
+        in_time = self.report_each((each for each, _ in ranked), until=until)
+        messages, wrong = prepare(self.app, in_time, looked_after=looked_after)
+        made = {message.occurrence.id for message in (*messages, *(message for message, _ in wrong))}
+        messages.sort(key=lambda message: place[message.occurrence.id])
+        return messages, wrong, [each for each in claimed if each.occurrence.id not in made]
+
+    def report_each(
+        self, claimed: Iterable[ClaimedOccurrence], *, until: float = math.inf
+    ) -> Iterator[ClaimedOccurrence]:
+        """Yield occurrences, and report progress at each.
+
+        Args:
+            until: when to end, in seconds of the monotonic clock; the first one is yielded in any case.
+        """
+        for number, each in enumerate(claimed):  # a task's own key function may take long
+            if number and time.monotonic() >= until:
+                return
             self.progress()
             yield each
 

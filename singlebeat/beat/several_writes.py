@@ -25,10 +25,9 @@ from ..locks.base import HEADER, RUN_HEADER, Holder, Ref, Verdict, unusable
 from ..log import Log
 from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, reports_each, size
 from ..server_errors import is_key_denied
-from .dispatch import Published, has_begun, not_published
+from .dispatch import MADE_WITHIN, Published, has_begun, not_published
 from .entries.occurrence import DecisionType
 from .failures import BROKER, LOCKS, NoQueueError, causes, is_of_database, is_transient
-from .message import prepare
 from .store.probe import lock_refusal
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ class SeveralWrites:
         others: list[ClaimedOccurrence] = []
         for each in claimed:
             (plain if self.dispatcher.needs_worker(each) else others).append(each)
-        messages, wrong = prepare(self.app, self.dispatcher.report_each(others), looked_after=True)
+        messages, wrong = self._prepare(others, looked_after=True)
         free = [message for message in messages if self._needs_no_lock(message)]
         self._send(free)
         first = {message.occurrence.id for message in free}
@@ -132,7 +131,7 @@ class SeveralWrites:
                 looked_after = self.dispatcher.check_workers(plain)
         except LockBackendError as exc:
             self._outage, looked_after = exc, True  # messages that may need a lock wait
-        more, wrong_too = prepare(self.app, self.dispatcher.report_each(plain), looked_after=looked_after)
+        more, wrong_too = self._prepare(plain, looked_after=looked_after)
         self._give_up(wrong + wrong_too)
         place = {each.occurrence.id: number for number, each in enumerate(claimed)}
         left = self.dispatcher.by_failures(sorted(left + more, key=lambda message: place[message.occurrence.id]))
@@ -150,6 +149,13 @@ class SeveralWrites:
         finally:
             if is_asked:
                 self._release_unsent(free + left)
+
+    def _prepare(
+        self, claimed: Sequence[ClaimedOccurrence], *, looked_after: bool
+    ) -> tuple[list[Message], list[tuple[Message, Exception]]]:
+        messages, wrong, left_out = self.dispatcher.prepare(claimed, looked_after=looked_after)
+        self._unsent += [each.stored.entry.key for each in left_out]
+        return messages, wrong
 
     def _needs_no_lock(self, message: Message) -> bool:
         """Return whether a message is sent first; one that has failed or may hang comes after the others."""
@@ -289,7 +295,7 @@ class SeveralWrites:
                 self._confirmations.append(self._settle(attempt))
             elif not self.publisher.may_publish(self.term):
                 continue
-            elif is_transient(exc) and not (attempt.has_sent_others and is_of_database(exc)):
+            elif is_transient(exc) and not (attempt.has_sent_others and self.publisher.reaches_broker()):
                 yield message, exc
             else:
                 self.dispatcher.release(*message.locks)
@@ -308,9 +314,9 @@ class SeveralWrites:
                 outbox = None if is_alone else stack.enter_context(self.publisher.collecting())
             except Exception as exc:  # a transport's driver may raise anything
                 return [_Attempt(left.popleft(), error=exc)]
-            most = MOST_MESSAGES if outbox is not None else 1
+            most, until = MOST_MESSAGES if outbox is not None else 1, time.monotonic() + MADE_WITHIN
             while left and len(made) < most and characters < MOST_CHARACTERS and self._may_publish():
-                if made and self._goes_alone(left[0]):
+                if made and (self._goes_alone(left[0]) or time.monotonic() >= until):
                     break
                 made.append(self._attempt(left.popleft(), outbox))
                 characters += size(made[-1].commands)

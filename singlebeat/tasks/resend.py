@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,6 +61,12 @@ class Message(NamedTuple):
 
     def __repr__(self) -> str:
         return f"<{len(self.content)} of {self.content_type}>"
+
+
+class _Queue(Queue):  # type: ignore[misc]
+    """A queue that is declared for each message: an operator may have deleted it and its binding since the last one."""
+
+    can_cache_declaration = False
 
 
 def send_again(
@@ -138,26 +143,16 @@ def _destination(app: Celery, ticket: Ticket, request: Context, seconds: int) ->
     kind = kind_of(known)
     if known is None or known.exclusive or kind == "fanout":  # only its own connection may declare it
         return {"exchange": "", "routing_key": queue}
-    if seconds and kind != "direct":
-        delayed = _delayed(known)
-        return {
-            "exchange": level_name(MAX_LEVEL),
-            "routing_key": calculate_routing_key(seconds, delayed.routing_key.removeprefix("#.")),
-            "declare": [delayed],
-        }
-    return {"exchange": "", "routing_key": queue, "declare": [known]}
-
-
-def _delayed(queue: Queue) -> Queue:
-    """Return a queue with a binding that gives it what RabbitMQ has delayed for it alone.
-
-    Celery's own binding gives it to each queue whose key matches, and only queues that were known at a worker's start
-    have one.
-    """
-    bound = copy(queue)
-    bound.exchange, bound.bindings = Exchange(CELERY_DELAYED_DELIVERY_EXCHANGE, type="topic"), set()
-    bound.routing_key = f"#.singlebeat.{queue.name}"
-    return bound
+    its_own = _Queue(**known.as_dict())
+    if not seconds or kind == "direct":
+        return {"exchange": "", "routing_key": queue, "declare": [its_own]}
+    # Celery's own binding gives it to each queue whose key matches, and only queues that were known at a worker's start
+    # have one. A name is one word of the key, else a key like "#.feeds.#" of another queue would match it.
+    name = queue.replace("%", "%25").replace(".", "%2E")
+    its_own.exchange, its_own.bindings = Exchange(CELERY_DELAYED_DELIVERY_EXCHANGE, type="topic"), set()
+    its_own.routing_key = f"#.singlebeat.{name}"
+    key = calculate_routing_key(seconds, f"singlebeat.{name}")
+    return {"exchange": level_name(MAX_LEVEL), "routing_key": key, "declare": [its_own]}
 
 
 def _delays(app: Celery) -> bool:

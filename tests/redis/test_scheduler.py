@@ -1751,8 +1751,34 @@ def test_a_run_waits_for_a_database_that_is_asked(bench, caplog, asked_for):
     assert decided == {"e": "dispatched", "other": "dispatched"}
 
 
-def test_calls_that_an_own_apply_async_has_sent_are_not_sent_again(bench):
-    """It sends one for each tenant, and the statement after that fails: at each try it would bill them once more."""
+def test_slow_code_of_a_user_holds_up_no_other_entry_for_long(bench, several_writes, monkeypatch):
+    """All of them take longer than a beat may publish what it has claimed, and would be asked again in each tick."""
+    monkeypatch.setattr("singlebeat.beat.dispatch.MADE_WITHIN", 0.05)
+    monkeypatch.setattr("singlebeat.beat.several_writes.RETRY_AFTER", 0.5)
+    app = bench.new_app()
+    slow = {"task": "slow", "schedule": 3600, "args": [BeatLazyFunc(time.sleep, 0.1)]}
+    names = [f"e{number}" for number in range(9)]
+    app.conf.beat_schedule = {**dict.fromkeys(names, slow), "plain": {"task": "plain", "schedule": 3600}}
+    scheduler = bench.scheduler(app=app)
+    scheduler.tick()
+    for name in (*names, "plain"):
+        Schedule(app).trigger(name)
+
+    scheduler.tick()
+    assert "plain" in {record["entry"] for record in bench.history}
+
+    def all_are_sent() -> bool:
+        bench.retry_now()
+        scheduler.tick()
+        return {record["entry"] for record in bench.history} == {*names, "plain"}
+
+    wait_until(all_are_sent, what="the runs of the slow entries")
+    assert len(bench.messages) == 10
+
+
+@pytest.mark.parametrize("error", [sqlite3.OperationalError("locked"), ConnectionRefusedError("no service")], ids=str)
+def test_calls_that_an_own_apply_async_has_sent_are_not_sent_again(bench, error):
+    """It sends one for each tenant, and what it does after that fails: at each try it would bill them once more."""
     app = bench.new_app()
 
     class PerTenant(Task):
@@ -1760,7 +1786,7 @@ def test_calls_that_an_own_apply_async_has_sent_are_not_sent_again(bench):
 
         def apply_async(self, *args: Any, **options: Any) -> Any:
             self.app.send_task("bill", ["tenant"])
-            raise sqlite3.OperationalError("database is locked")
+            raise error
 
     app.task(die_in_publish, name="own", base=PerTenant, shared=False)  # only its name matters here
     bench.put("e", task="own")
