@@ -105,7 +105,10 @@ NO_BEAT = (
 )
 
 #: Why claimed occurrences stay pending while a beat leads, in words.
-WHY_UNSENT = "if they stay, the broker or the locks' server does not answer, or refuses a command (see doctor)"
+WHY_UNSENT = (
+    "if they stay, the broker or the locks' server does not answer, or refuses a command (see doctor), or a database "
+    "that tasks ask is away"
+)
 
 #: Where to look while a beat leads and does not send, in words: the server may refuse another user than the operator's.
 SEE_LOG = "If that lasts, see the log of beat: it names what a server refuses to its user"
