@@ -44,7 +44,7 @@ __all__ = ("MADE_WITHIN", "Dispatcher", "Published", "Publisher", "has_begun", "
 log = Log("celery.beat")
 
 #: Seconds for which messages are made before they are sent: code of the user may take long for arguments, key or route.
-MADE_WITHIN = 5.0
+MADE_WITHIN = 1.0
 
 
 class Publisher(Protocol):
