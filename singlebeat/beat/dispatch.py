@@ -23,7 +23,7 @@ from .calendar.zone import app_zone
 from .decide import dropped, is_ever_too_late
 from .decision_log import log_decision
 from .entries.occurrence import WITHOUT_LOCK, Decision, DecisionType
-from .failures import Failures, unsendable
+from .failures import Failures, is_of_database, unsendable
 from .message import prepare
 
 if TYPE_CHECKING:
@@ -180,15 +180,18 @@ class Dispatcher:
             The messages in the order of their occurrences, those that cannot be made with their errors, and the
             occurrences that are left out.
         """
-        failures_of, until = self.failures.backoff.failures_of, time.monotonic() + MADE_WITHIN
         place = {each.occurrence.id: number for number, each in enumerate(claimed)}
-        entries = ((each, each.stored.entry) for each in claimed)
-        ranked = sorted(entries, key=lambda pair: (not pair[1].is_constant, failures_of(pair[1].key)))
-        in_time = self.report_each((each for each, _ in ranked), until=until)
+        in_time = self.report_each(sorted(claimed, key=self._cost), until=time.monotonic() + MADE_WITHIN)
         messages, wrong = prepare(self.app, in_time, looked_after=looked_after)
         made = {message.occurrence.id for message in (*messages, *(message for message, _ in wrong))}
         messages.sort(key=lambda message: place[message.occurrence.id])
         return messages, wrong, [each for each in claimed if each.occurrence.id not in made]
+
+    def _cost(self, claimed: ClaimedOccurrence) -> tuple[bool, int]:
+        """Return the place of an occurrence among others, so that code of the user is asked last."""
+        entry = claimed.stored.entry
+        asks_nothing = entry.is_constant and getattr(self.app.tasks.get(entry.task), "has_pure_keys", True)
+        return not asks_nothing, self.failures.backoff.failures_of(entry.key)
 
     def report_each(
         self, claimed: Iterable[ClaimedOccurrence], *, until: float = math.inf
@@ -323,13 +326,16 @@ class Dispatcher:
     def begun(self, claimed: Sequence[ClaimedOccurrence]) -> Mapping[str, bool | None]:
         """Return by id whether the runs of occurrences have begun or ended: an earlier try has sent their messages.
 
-        It is None if the locks' server does not answer. An occurrence that has no lock is left out. The others have
-        their locks until ``free``.
+        It is None if the locks' server does not answer, or a database that is asked for the lock. An occurrence that
+        has no lock is left out. The others have their locks until ``free``.
         """
-        messages, _ = prepare(self.app, self.report_each(claimed), looked_after=True)
+        messages, wrong = prepare(self.app, self.report_each(claimed), looked_after=True)
+        unknown: Mapping[str, bool | None] = {
+            message.occurrence.id: None for message, exc in wrong if is_of_database(exc)
+        }
         calls = [Call(ref, message.entry.task, "", UNSENT_TTL) for message in messages for ref in message.run_locks]
         if not calls:
-            return {}
+            return unknown
         self.progress()
         try:
             with self.failures.asking_locks():
@@ -337,8 +343,9 @@ class Dispatcher:
         except ConfigError:  # then there are no locks
             return {}
         except LockBackendError:
-            return dict.fromkeys(call.ref.task_id for call in calls)
-        return {call.ref.task_id: has_begun(call.ref, holder) for call, holder in zip(calls, holders, strict=True)}
+            return {**unknown, **dict.fromkeys(call.ref.task_id for call in calls)}
+        found = {call.ref.task_id: has_begun(call.ref, holder) for call, holder in zip(calls, holders, strict=True)}
+        return {**unknown, **found}
 
     def free(self, claimed: Sequence[ClaimedOccurrence]) -> None:
         """Free the locks of occurrences that are not to be sent after all; a message of an earlier try is refused."""

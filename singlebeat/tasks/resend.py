@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..broker import ConfirmingSender
     from ..locks.base import Headers, Ticket
 
-__all__ = ("MESSAGE", "Message", "send_again")
+__all__ = ("MESSAGE", "Message", "bind_to_delay", "delays", "send_again")
 
 #: Where a request keeps its ``Message``.
 MESSAGE = "singlebeat_message"
@@ -88,8 +88,8 @@ def send_again(
     came: Message | None = getattr(request, MESSAGE)
     if came is None:
         raise ConfigError(f"{request.task}: its own class Request must be derived from that of Singleton")
-    delays = _delays(app)
-    countdown = math.ceil(countdown) if delays else countdown  # RabbitMQ counts whole seconds
+    is_delayed = delays(app)
+    countdown = math.ceil(countdown) if is_delayed else countdown  # RabbitMQ counts whole seconds
     now = datetime.now(UTC)
     changed: dict[str, object] = {
         "eta": (now + timedelta(seconds=countdown)).isoformat(),
@@ -103,7 +103,7 @@ def send_again(
         "compression": headers.pop("compression", None),
         "headers": headers,
         **came.properties,
-        **_destination(app, ticket, request, int(countdown) if delays else 0),
+        **_destination(app, ticket, request, int(countdown) if is_delayed else 0),
     }
     if (left := seconds_until(request.expires, now)) is not None:
         message["expiration"] = max(0.0, left)
@@ -143,19 +143,35 @@ def _destination(app: Celery, ticket: Ticket, request: Context, seconds: int) ->
     kind = kind_of(known)
     if known is None or known.exclusive or kind == "fanout":  # only its own connection may declare it
         return {"exchange": "", "routing_key": queue}
-    its_own = _Queue(**known.as_dict())
     if not seconds or kind == "direct":
-        return {"exchange": "", "routing_key": queue, "declare": [its_own]}
-    # Celery's own binding gives it to each queue whose key matches, and only queues that were known at a worker's start
-    # have one. A name is one word of the key, else a key like "#.feeds.#" of another queue would match it.
-    name = queue.replace("%", "%25").replace(".", "%2E")
-    its_own.exchange, its_own.bindings = Exchange(CELERY_DELAYED_DELIVERY_EXCHANGE, type="topic"), set()
-    its_own.routing_key = f"#.singlebeat.{name}"
-    key = calculate_routing_key(seconds, f"singlebeat.{name}")
-    return {"exchange": level_name(MAX_LEVEL), "routing_key": key, "declare": [its_own]}
+        return {"exchange": "", "routing_key": queue, "declare": [_Queue(**known.as_dict())]}
+    bound = _bound_to_delay(known)
+    key = calculate_routing_key(seconds, bound.routing_key.removeprefix("#."))
+    return {"exchange": level_name(MAX_LEVEL), "routing_key": key, "declare": [bound]}
 
 
-def _delays(app: Celery) -> bool:
+def bind_to_delay(app: Celery) -> None:
+    """Let the queues of a worker get what RabbitMQ delays for them: one may have been declared anew meanwhile."""
+    queues = app.amqp.queues.consume_from.values()
+    with app.connection_for_write() as connection:
+        for queue in queues:
+            if not queue.exclusive and kind_of(queue) not in {"direct", "fanout"}:
+                _bound_to_delay(queue)(connection.default_channel).declare()
+
+
+def _bound_to_delay(queue: Queue) -> Queue:
+    """Return a queue with a binding by which it alone gets a message that RabbitMQ has delayed for it.
+
+    By Celery's own binding each queue gets it whose key matches, and only queues that were known at a worker's start
+    have one. A name is one word of the key, else a key like ``#.feeds.#`` of another queue would match it.
+    """
+    bound, name = _Queue(**queue.as_dict()), queue.name.replace("%", "%25").replace(".", "%2E")
+    bound.exchange, bound.bindings = Exchange(CELERY_DELAYED_DELIVERY_EXCHANGE, type="topic"), set()
+    bound.routing_key = f"#.singlebeat.{name}"
+    return bound
+
+
+def delays(app: Celery) -> bool:
     """Return whether RabbitMQ delays the messages of an app, as Celery asks it to if the app has quorum queues."""
     driver = app.producer_pool.connections.connection.transport.driver_type
     return bool(detect_quorum_queues(app, driver)[0])

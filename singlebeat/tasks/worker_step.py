@@ -21,6 +21,7 @@ from ..log import Log
 from ..run_results import flush_ends, record_end_of_message
 from .renewer import Renewer, renewer_of
 from .request import Request, leave_unwritten, report_exceptions
+from .resend import bind_to_delay, delays
 from .succession import let_retries_keep_lock
 
 if TYPE_CHECKING:
@@ -147,6 +148,21 @@ def _has_lock_server(app: Celery) -> bool:
     return False
 
 
+class DelayStep(bootsteps.StartStopStep):  # type: ignore[misc]
+    """The bootstep by which RabbitMQ delays calls that wait; it starts each time after the queues are declared."""
+
+    requires = ("celery.worker.consumer:Tasks",)
+
+    def include_if(self, parent: Consumer) -> bool:
+        """Return whether RabbitMQ delays the messages of the worker's app."""
+        return delays(parent.app)
+
+    def start(self, parent: Consumer) -> None:
+        """Bind the queues of the worker to what RabbitMQ has delayed."""
+        with suppress(Exception):  # each message that is sent again declares it, too, and its error is logged
+            bind_to_delay(parent.app)
+
+
 def _with_locks(request_class: type) -> type:
     if issubclass(request_class, Request):
         return request_class
@@ -162,3 +178,4 @@ def install(app: Celery) -> None:
     workers that are started in another way and run plain tasks that beat dispatches.
     """
     app.steps["worker"].add(WorkerLockStep)
+    app.steps["consumer"].add(DelayStep)

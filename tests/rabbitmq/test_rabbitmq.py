@@ -819,6 +819,26 @@ def test_a_call_that_rabbitmq_delays_comes_back_to_its_own_queue(is_added, rabbi
     assert oracle.max_concurrent(name) == 1
 
 
+def test_a_call_that_rabbitmq_delays_outlives_the_deletion_of_its_queue(rabbit, celery, oracle, server):
+    """The worker declares the queue anew at once, before the delay ends. Its name and its key differ."""
+    arguments = {"x-queue-type": "quorum"}
+    feeds = {"exchange": "shop", "exchange_type": "topic", "routing_key": "feed.#", "queue_arguments": arguments}
+    conf = {**conf_of(rabbit, server), "task_queues": {"feeds": feeds}, "task_default_queue": "feeds"}
+    stage = Stage(celery, oracle, {**conf, "broker_transport_options": {"confirm_publish": True}})
+    worker = stage.start("worker", "-c", "2").ready()
+    with stage.app() as app, app.connection_for_write() as connection:
+        single, call = app.tasks[SINGLE], {"args": ("one", 60), "exchange": "shop", "routing_key": "feed.a"}
+        first = single.apply_async(**call)
+        oracle.wait_started(1, "one", timeout=60)
+        second = single.apply_async(**call, overlap="buffer_one")
+        worker.wait_for(rf"{second.id}\] waits for its turn", count=6, timeout=60)  # the pauses are longer by then
+
+        connection.default_channel.queue_delete("feeds")
+        oracle.let_go("one", 2)
+
+        assert [first.get(timeout=60), second.get(timeout=60)] == ["one"] * 2
+
+
 def test_a_call_waits_in_a_queue_that_only_its_worker_may_use(rabbit, celery, oracle, server):
     """RabbitMQ lets no other connection declare an exclusive queue."""
     own = {"exchange": "exclusive", "routing_key": "exclusive", "exclusive": True}
