@@ -1751,6 +1751,31 @@ def test_a_run_waits_for_a_database_that_is_asked(bench, caplog, asked_for):
     assert decided == {"e": "dispatched", "other": "dispatched"}
 
 
+def test_a_claimed_run_is_not_called_paused_while_its_key_is_unknown(bench):
+    """An earlier beat may have sent it: only its lock says so."""
+    app, is_away = bench.new_app(), [True]
+
+    def ask(*_: Any) -> str:
+        if is_away:
+            raise sqlite3.OperationalError("database is locked")
+        return "a"
+
+    app.task(die_in_publish, name="own", base=Singleton, unique_on=ask, shared=False, typing=False)
+    bench.put("e", task="own")
+    scheduler = bench.scheduler(app=app)
+    scheduler.tick()
+    bench.schedule.pause("e")
+
+    bench.retry_now()
+    scheduler.tick()
+    assert bench.history == []
+
+    is_away.clear()
+    bench.retry_now()
+    scheduler.tick()
+    assert [record["decision"] for record in bench.history] == ["paused"]
+
+
 def test_slow_code_of_a_user_holds_up_no_other_entry_for_long(bench, several_writes, monkeypatch):
     """All of them take longer than a beat may publish what it has claimed, and would be asked again in each tick."""
     monkeypatch.setattr("singlebeat.beat.dispatch.MADE_WITHIN", 0.05)
