@@ -76,8 +76,7 @@ class NoQueueError(SchedulingError):  # type: ignore[misc]
 def is_transient(exc: Exception) -> bool:
     """Return whether an attempt failed because of a server, so that a retry may succeed.
 
-    The server is unreachable, or refuses what it may allow later. It may be a database that a task's own
-    ``apply_async`` asks.
+    The server is unreachable, or refuses what it may allow later. It may be a database that code of the user asks.
     """
     return any(
         (isinstance(cause, UNREACHABLE) and not _is_of_message(cause)) or may_pass(cause) or is_without_queue(cause)

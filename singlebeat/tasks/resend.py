@@ -110,6 +110,7 @@ def send_again(
     if sender is not None:
         sender.send(lambda producer, **options: producer.publish(**message, **options))
         return
+    message.pop("declare", None)  # a list in Redis needs none, and RabbitMQ answers none in an alarm
     with app.producer_or_acquire() as producer:
         policy = {"retry": app.conf.task_publish_retry, "retry_policy": {**app.conf.task_publish_retry_policy}}
         producer.publish(**message, **policy)
