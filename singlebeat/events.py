@@ -266,6 +266,11 @@ EVENTS: Mapping[str, Event] = {
         "A call is sent, or a task runs, without a lock: ``reason``. ERROR if the lock of an entry cannot be read. "
         "INFO if the app of a worker has no server for locks.",
     ),
+    "slow_code": Event(
+        (WARNING,),
+        "Code of yours that beat runs for an entry (lazy arguments, a key, an own ``apply_async``) has taken "
+        "``seconds``, and others waited for it. Logged once for each entry.",
+    ),
     "locked": Event(
         (WARNING,),
         "A worker with singlebeat was seen, so beat sends plain tasks with a lock from now on.",

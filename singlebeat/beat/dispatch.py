@@ -6,7 +6,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -111,6 +111,7 @@ class Dispatcher:
         self._workers_trusted_until = 0.0  #: until when they count as seen, by the monotonic clock
         self._workers_noted_until = 0.0  #: until when a standby does not ask for them again
         self._said_unlocked_of = set[str]()  #: the same of entries, by their keys
+        self._said_slow_of = set[str]()  #: the entries whose code was logged as slow, by their keys
         self._said_why_unsent = dict[str, str]()  #: the reason whose traceback was logged last, by the key of an entry
         self.failures = Failures(app, publisher.forget_broker)
 
@@ -124,7 +125,7 @@ class Dispatcher:
         looked_after = bool(plain) and self._ask_for_workers()
         if not looked_after:  # a lock may have been acquired while a worker was seen
             pending = [each for each in plain if each.stored.pending is not None]
-            messages, _, _ = self.prepare(pending, looked_after=True)
+            messages, _, _ = self.prepare_in_time(pending, looked_after=True)
             self.release(*(lock for message in messages for lock in message.locks))
         return looked_after
 
@@ -169,7 +170,7 @@ class Dispatcher:
             about = {"entry": message.entry.name, "reason": reason}
             log.warning("beat: %(entry)s is sent without a lock", event="unlocked", **about)
 
-    def prepare(
+    def prepare_in_time(
         self, claimed: Sequence[ClaimedOccurrence], *, looked_after: bool
     ) -> tuple[list[Message], list[tuple[Message, Exception]], list[ClaimedOccurrence]]:
         """Make the messages of occurrences, until that has taken ``MADE_WITHIN``.
@@ -190,8 +191,11 @@ class Dispatcher:
     def _cost(self, claimed: ClaimedOccurrence) -> tuple[bool, int]:
         """Return the place of an occurrence among others, so that code of the user is asked last."""
         entry = claimed.stored.entry
-        asks_nothing = entry.is_constant and getattr(self.app.tasks.get(entry.task), "has_pure_keys", True)
-        return not asks_nothing, self.failures.backoff.failures_of(entry.key)
+        return self._asks_code(entry), self.failures.backoff.failures_of(entry.key)
+
+    def _asks_code(self, entry: Entry) -> bool:
+        """Return whether code of the user makes the arguments of an entry, or the key of its lock."""
+        return not (entry.is_constant and getattr(self.app.tasks.get(entry.task), "has_pure_keys", True))
 
     def report_each(
         self, claimed: Iterable[ClaimedOccurrence], *, until: float = math.inf
@@ -205,7 +209,22 @@ class Dispatcher:
             if number and time.monotonic() >= until:
                 return
             self.progress()
-            yield each
+            with self._timing(each.stored.entry) if self._asks_code(each.stored.entry) else nullcontext():
+                yield each
+
+    @contextmanager
+    def _timing(self, entry: Entry) -> Iterator[None]:
+        """Log, once for each entry, that code of the user takes so long within it that other entries are late.
+
+        An error that leaves it has a line of its own.
+        """
+        began = time.monotonic()
+        yield
+        seconds = time.monotonic() - began
+        if seconds > MADE_WITHIN and entry.key not in self._said_slow_of:
+            self._said_slow_of.add(entry.key)
+            text = "beat: %(entry)s holds up other entries: its own code has taken %(seconds)s s to answer"
+            log.warning(text, event="slow_code", entry=entry.name, seconds=f"{seconds:.1f}")
 
     def by_failures(self, messages: Iterable[Message]) -> list[Message]:
         """Return messages in another order: those that have failed most often come last.
@@ -215,8 +234,11 @@ class Dispatcher:
         failures_of = self.failures.backoff.failures_of
         return sorted(messages, key=lambda message: (failures_of(message.entry.key), message.is_sent_by_others))
 
-    def publish(self, message: Message, granted: Granted | None) -> object:
+    def publish(self, message: Message, granted: Granted | None, *, waits: bool) -> object:
         """Send the task of an entry, and return what its ``apply_async`` returns.
+
+        Args:
+            waits: it waits for a server, so that code of the user is not the only cause of a long time.
 
         Raises:
             SchedulingError: it could not be sent.
@@ -224,7 +246,8 @@ class Dispatcher:
         options = message.entry.options
         if granted is not None:
             options["headers"] = {**options["headers"], HEADER: granted.ticket.header()}
-        return self.publisher.publish(message.entry)
+        with nullcontext() if waits else self._timing(message.entry):
+            return self.publisher.publish(message.entry)
 
     def outcome(self, message: Message, holder: Holder | None) -> Granted | Refused | None:
         """Return what the answer of the locks' server means for a message; None if beat acquires no lock for it.

@@ -143,7 +143,7 @@ class OneWrite:
                 return {}
             if not self._may_be_here():
                 return {}
-            messages, _, _ = self.dispatcher.prepare(wanted, looked_after=looked_after)
+            messages, _, _ = self.dispatcher.prepare_in_time(wanted, looked_after=looked_after)
             refused = self.dispatcher.failures.backoff.is_refused
             messages = [each for each in messages if not (each.goes_its_own_way or refused(each.entry.key))]
             sending = _Sending(self, outbox, by_id, term, now, retry_at)
@@ -422,7 +422,7 @@ class _Sending:
             attempt = self._attempt(message, self._answers.get(message.occurrence.id))
             if attempt.has_message:
                 self.outbox.expect(partial(self._take, attempt))
-                self.dispatcher.publish(message, attempt.granted)
+                self.dispatcher.publish(message, attempt.granted, waits=self.writes_each)
         except Exception as exc:  # several writes find out what to do about it
             if self._error is not None:
                 raise self._error from None

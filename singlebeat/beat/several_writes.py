@@ -153,7 +153,7 @@ class SeveralWrites:
     def _prepare(
         self, claimed: Sequence[ClaimedOccurrence], *, looked_after: bool
     ) -> tuple[list[Message], list[tuple[Message, Exception]]]:
-        messages, wrong, left_out = self.dispatcher.prepare(claimed, looked_after=looked_after)
+        messages, wrong, left_out = self.dispatcher.prepare_in_time(claimed, looked_after=looked_after)
         self._unsent += [each.stored.entry.key for each in left_out]
         return messages, wrong
 
@@ -356,8 +356,9 @@ class SeveralWrites:
                 return attempt
             if outbox is not None:
                 outbox.expect()
+            waits = outbox is None and not message.is_sent_by_others
             with self._noting_published(attempt):
-                result = self.dispatcher.publish(message, attempt.outcome)
+                result = self.dispatcher.publish(message, attempt.outcome, waits=waits)
             if message.is_sent_by_others:
                 attempt.published = self._published_by_others(message, result)
         except Exception as exc:  # sending runs a task's own code and the broker's driver

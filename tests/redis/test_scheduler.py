@@ -1776,7 +1776,7 @@ def test_a_claimed_run_is_not_called_paused_while_its_key_is_unknown(bench):
     assert [record["decision"] for record in bench.history] == ["paused"]
 
 
-def test_slow_code_of_a_user_holds_up_no_other_entry_for_long(bench, several_writes, monkeypatch):
+def test_slow_code_of_a_user_holds_up_no_other_entry_for_long(bench, several_writes, monkeypatch, logged):
     """All of them take longer than a beat may publish what it has claimed, and would be asked again in each tick."""
     monkeypatch.setattr("singlebeat.beat.dispatch.MADE_WITHIN", 0.05)
     monkeypatch.setattr("singlebeat.beat.several_writes.RETRY_AFTER", 0.5)
@@ -1797,6 +1797,44 @@ def test_slow_code_of_a_user_holds_up_no_other_entry_for_long(bench, several_wri
     wait_until(all_are_sent, what="the runs of the slow entries")
     assert "plain" in {record["entry"] for record in bench.history[:2]}, "with the first slow one"
     assert len(bench.messages) == 10
+    assert sorted(line["entry"] for line in logged("slow_code")) == names
+
+
+@pytest.mark.parametrize("place", ["argument", "key", "route", "apply_async"])
+def test_an_entry_whose_code_is_slow_is_named_once(bench, monkeypatch, logged, place):
+    monkeypatch.setattr("singlebeat.beat.dispatch.MADE_WITHIN", 0.05)
+    app = bench.new_app()
+
+    def answer(*_: Any, **__: Any) -> Any:
+        time.sleep(0.1)
+        return "a"
+
+    class Slow(Task):
+        abstract = True
+
+        def apply_async(self, *args: Any, **options: Any) -> Any:
+            answer()
+            return super().apply_async(*args, **options)
+
+    options = {
+        "argument": {},
+        "key": {"base": Singleton, "unique_on": answer},
+        "route": {},
+        "apply_async": {"base": Slow},
+    }
+    app.task(die_in_publish, name="slow", shared=False, typing=False, **options[place])  # only its name matters
+    if place == "route":
+        app.conf.task_routes = [lambda name, *_, **__: answer() and None]
+    args = [BeatLazyFunc(answer)] if place == "argument" else ["a"]
+    app.conf.beat_schedule = {"e": {"task": "slow", "schedule": 3600, "args": args}}
+    scheduler = bench.scheduler(app=app)
+    scheduler.tick()
+    for _ in range(3):
+        Schedule(app).trigger("e")
+        scheduler.tick()
+
+    assert len(bench.history) == 3
+    assert [line["entry"] for line in logged("slow_code")] == ["e"]
 
 
 @pytest.mark.parametrize("error", [sqlite3.OperationalError("locked"), ConnectionRefusedError("no service")], ids=str)
