@@ -157,7 +157,8 @@ EVENTS: Mapping[str, Event] = {
     "expensive": Event(
         (WARNING,),
         "The times of an entry take long to calculate (``seconds``, or so far if it still goes on after 10 s): other "
-        "entries have waited for a second or more, or the entry waits for them. Logged once for each entry.",
+        "entries have waited for a second or more, or the entry waits for them. Or your own code is slow that makes "
+        "its arguments or its lock key, or that routes or sends it. Logged once for each entry.",
     ),
     # Servers and clocks.
     "unreachable": Event(
@@ -265,11 +266,6 @@ EVENTS: Mapping[str, Event] = {
         (WARNING, ERROR, INFO),
         "A call is sent, or a task runs, without a lock: ``reason``. ERROR if the lock of an entry cannot be read. "
         "INFO if the app of a worker has no server for locks.",
-    ),
-    "slow_code": Event(
-        (WARNING,),
-        "Code of yours that beat runs for an entry (lazy arguments, a key, an own ``apply_async``) has taken "
-        "``seconds``, and others waited for it. Logged once for each entry.",
     ),
     "locked": Event(
         (WARNING,),

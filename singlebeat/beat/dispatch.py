@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -19,11 +18,12 @@ from ..locks.base import HEADER, Call, Holder, Ref, Verdict, unusable
 from ..locks.late_release import release_later
 from ..log import Log
 from ..overlap import Overlap
+from .asking import Asking
 from .calendar.zone import app_zone
 from .decide import dropped, is_ever_too_late
 from .decision_log import log_decision
 from .entries.occurrence import WITHOUT_LOCK, Decision, DecisionType
-from .failures import Failures, is_of_database, unsendable
+from .failures import Failures, unsendable
 from .message import prepare
 
 if TYPE_CHECKING:
@@ -39,12 +39,9 @@ if TYPE_CHECKING:
     from .message import Message
     from .store.claims import ClaimedOccurrence, Confirmation, Store
 
-__all__ = ("MADE_WITHIN", "Dispatcher", "Published", "Publisher", "has_begun", "not_published")
+__all__ = ("Dispatcher", "Published", "Publisher", "has_begun", "not_published")
 
 log = Log("celery.beat")
-
-#: Seconds for which messages are made before they are sent: code of the user may take long for arguments, key or route.
-MADE_WITHIN = 1.0
 
 
 class Publisher(Protocol):
@@ -111,9 +108,9 @@ class Dispatcher:
         self._workers_trusted_until = 0.0  #: until when they count as seen, by the monotonic clock
         self._workers_noted_until = 0.0  #: until when a standby does not ask for them again
         self._said_unlocked_of = set[str]()  #: the same of entries, by their keys
-        self._said_slow_of = set[str]()  #: the entries whose code was logged as slow, by their keys
         self._said_why_unsent = dict[str, str]()  #: the reason whose traceback was logged last, by the key of an entry
         self.failures = Failures(app, publisher.forget_broker)
+        self.asking = Asking(self.failures, progress)
 
     def check_workers(self, claimed: Sequence[ClaimedOccurrence]) -> bool:
         """Return whether workers free the locks of the plain tasks here; if not, free those of tasks that were pending.
@@ -125,7 +122,7 @@ class Dispatcher:
         looked_after = bool(plain) and self._ask_for_workers()
         if not looked_after:  # a lock may have been acquired while a worker was seen
             pending = [each for each in plain if each.stored.pending is not None]
-            messages, _, _ = self.prepare_in_time(pending, looked_after=True)
+            messages, _ = prepare(self.app, self.report_each(pending), looked_after=True)
             self.release(*(lock for message in messages for lock in message.locks))
         return looked_after
 
@@ -170,61 +167,11 @@ class Dispatcher:
             about = {"entry": message.entry.name, "reason": reason}
             log.warning("beat: %(entry)s is sent without a lock", event="unlocked", **about)
 
-    def prepare_in_time(
-        self, claimed: Sequence[ClaimedOccurrence], *, looked_after: bool
-    ) -> tuple[list[Message], list[tuple[Message, Exception]], list[ClaimedOccurrence]]:
-        """Make the messages of occurrences, until that has taken ``MADE_WITHIN``.
-
-        Those come first that need no code of the user, and that have not failed.
-
-        Returns:
-            The messages in the order of their occurrences, those that cannot be made with their errors, and the
-            occurrences that are left out.
-        """
-        place = {each.occurrence.id: number for number, each in enumerate(claimed)}
-        in_time = self.report_each(sorted(claimed, key=self._cost), until=time.monotonic() + MADE_WITHIN)
-        messages, wrong = prepare(self.app, in_time, looked_after=looked_after)
-        made = {message.occurrence.id for message in (*messages, *(message for message, _ in wrong))}
-        messages.sort(key=lambda message: place[message.occurrence.id])
-        return messages, wrong, [each for each in claimed if each.occurrence.id not in made]
-
-    def _cost(self, claimed: ClaimedOccurrence) -> tuple[bool, int]:
-        """Return the place of an occurrence among others, so that code of the user is asked last."""
-        entry = claimed.stored.entry
-        return self._asks_code(entry), self.failures.backoff.failures_of(entry.key)
-
-    def _asks_code(self, entry: Entry) -> bool:
-        """Return whether code of the user makes the arguments of an entry, or the key of its lock."""
-        return not (entry.is_constant and getattr(self.app.tasks.get(entry.task), "has_pure_keys", True))
-
-    def report_each(
-        self, claimed: Iterable[ClaimedOccurrence], *, until: float = math.inf
-    ) -> Iterator[ClaimedOccurrence]:
-        """Yield occurrences, and report progress at each.
-
-        Args:
-            until: when to end, in seconds of the monotonic clock; the first one is yielded in any case.
-        """
-        for number, each in enumerate(claimed):  # a task's own key function may take long
-            if number and time.monotonic() >= until:
-                return
+    def report_each(self, claimed: Iterable[ClaimedOccurrence]) -> Iterator[ClaimedOccurrence]:
+        """Yield occurrences, and report progress at each."""
+        for each in claimed:
             self.progress()
-            with self._timing(each.stored.entry) if self._asks_code(each.stored.entry) else nullcontext():
-                yield each
-
-    @contextmanager
-    def _timing(self, entry: Entry) -> Iterator[None]:
-        """Log, once for each entry, that code of the user takes so long within it that other entries are late.
-
-        An error that leaves it has a line of its own.
-        """
-        began = time.monotonic()
-        yield
-        seconds = time.monotonic() - began
-        if seconds > MADE_WITHIN and entry.key not in self._said_slow_of:
-            self._said_slow_of.add(entry.key)
-            text = "beat: %(entry)s holds up other entries: its own code has taken %(seconds)s s to answer"
-            log.warning(text, event="slow_code", entry=entry.name, seconds=f"{seconds:.1f}")
+            yield each
 
     def by_failures(self, messages: Iterable[Message]) -> list[Message]:
         """Return messages in another order: those that have failed most often come last.
@@ -246,7 +193,7 @@ class Dispatcher:
         options = message.entry.options
         if granted is not None:
             options["headers"] = {**options["headers"], HEADER: granted.ticket.header()}
-        with nullcontext() if waits else self._timing(message.entry):
+        with nullcontext() if waits else self.asking.timing(message.entry):
             return self.publisher.publish(message.entry)
 
     def outcome(self, message: Message, holder: Holder | None) -> Granted | Refused | None:
@@ -349,16 +296,13 @@ class Dispatcher:
     def begun(self, claimed: Sequence[ClaimedOccurrence]) -> Mapping[str, bool | None]:
         """Return by id whether the runs of occurrences have begun or ended: an earlier try has sent their messages.
 
-        It is None if the locks' server does not answer, or a database that is asked for the lock. An occurrence that
-        has no lock is left out. The others have their locks until ``free``.
+        It is None if the locks' server does not answer. An occurrence that has no lock is left out. The others have
+        their locks until ``free``.
         """
-        messages, wrong = prepare(self.app, self.report_each(claimed), looked_after=True)
-        unknown: Mapping[str, bool | None] = {
-            message.occurrence.id: None for message, exc in wrong if is_of_database(exc)
-        }
+        messages, _ = prepare(self.app, self.report_each(claimed), looked_after=True)
         calls = [Call(ref, message.entry.task, "", UNSENT_TTL) for message in messages for ref in message.run_locks]
         if not calls:
-            return unknown
+            return {}
         self.progress()
         try:
             with self.failures.asking_locks():
@@ -366,9 +310,8 @@ class Dispatcher:
         except ConfigError:  # then there are no locks
             return {}
         except LockBackendError:
-            return {**unknown, **dict.fromkeys(call.ref.task_id for call in calls)}
-        found = {call.ref.task_id: has_begun(call.ref, holder) for call, holder in zip(calls, holders, strict=True)}
-        return {**unknown, **found}
+            return dict.fromkeys(call.ref.task_id for call in calls)
+        return {call.ref.task_id: has_begun(call.ref, holder) for call, holder in zip(calls, holders, strict=True)}
 
     def free(self, claimed: Sequence[ClaimedOccurrence]) -> None:
         """Free the locks of occurrences that are not to be sent after all; a message of an earlier try is refused."""

@@ -17,6 +17,7 @@ from ..locks.redis import RETIRED
 from ..log import without_passwords
 from ..overlap import Overlap
 from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, RESULT_NOT_STORED
+from .asking import asks_code
 from .calendar.clocked import comes_once
 from .calendar.words import span
 from .delivery import PREFETCH, listed, unless
@@ -774,7 +775,8 @@ def _next_run(facts: Facts, entry: Entry) -> Iterator[str]:
     elif (due := timetable.due(upcoming)) <= facts.now and facts.pending is not None and not facts.state.redbeat_leads:
         yield f"Its next run, for {_moment(upcoming)}, waits until that one is sent."
     elif due <= facts.now:
-        yield f"It is due now, for {_moment(upcoming)}."
+        asks = ": beat asks your code for its arguments or its lock key when all others are sent" * asks_code(entry)
+        yield f"It is due now, for {_moment(upcoming)}{asks}."
     elif over := _expires_at_once(facts):
         yield f"It is sent next for {_moment(upcoming)}. {over}."
     else:

@@ -23,6 +23,7 @@ from .store.probe import lock_refusal, lock_server_says
 if TYPE_CHECKING:
     from celery import Celery
 
+    from .entries.entry import Entry
     from .message import Message
 
 __all__ = (
@@ -45,6 +46,7 @@ log = Log("celery.beat")
 
 #: The servers without which messages are not sent, as the log names them.
 BROKER, LOCKS, DATABASE = "the broker", "the locks' server", "a database that its task asks"
+OWN_CODE = "what its own code asks"
 
 #: Seconds between two tries of all commands that locks need, while the locks' server refuses one.
 TRY_LOCKS_EVERY = 1.0
@@ -163,27 +165,33 @@ class Failures:
         self._outage: LockBackendError | None = None  #: the last one of the locks' server
         self._ask_again_at = 0.0  #: monotonic: when that server may be asked for locks again
 
-    def is_refused(self, message: Message, exc: Exception) -> bool:
-        """Return whether one message cannot be sent for now, and the broker is not the cause; log it now and then.
+    def is_refused(self, entry: Entry, exc: Exception) -> bool:
+        """Return whether the message of one entry cannot be sent for now, and log it now and then.
 
-        The broker refuses it, or a database is away that its task asks.
+        The broker answers and refuses it, or a database is away that its task asks.
         """
         is_of_one = any(is_of_one_message(cause) or is_without_queue(cause) for cause in causes(exc))
         if not (is_of_one or is_of_database(exc)):
             return False
-        if self.backoff.refused(message.entry.key):
-            self._log_refusal(message, exc)
+        if self.backoff.refused(entry.key):
+            self._log_refusal(entry, exc)
         return True
+
+    def note_unanswered(self, entry: Entry, exc: Exception) -> None:
+        """Log now and then that code of the user fails for an entry, which waits until it answers."""
+        if self.backoff.refused(entry.key):
+            text = "beat: %(entry)s waits, because its own code fails"
+            log.error(text, event="refused", entry=entry.name, server=OWN_CODE, reason=in_words(exc))
 
     def note_lone(self, failed: Sequence[tuple[Message, Exception]]) -> None:
         """Log the messages that fail again and again, unless their server is known to be unreachable."""
         for message, exc in failed:
             if _server_of(exc) not in self._unreachable and self.backoff.fails_alone(message.entry.key):
-                self._log_refusal(message, exc)
+                self._log_refusal(message.entry, exc)
 
-    def _log_refusal(self, message: Message, exc: Exception) -> None:
+    def _log_refusal(self, entry: Entry, exc: Exception) -> None:
         text = "beat: %(server)s answers, and does not take the message of %(entry)s, which stays pending"
-        about = {"server": _server_of(exc), "entry": message.entry.name}
+        about = {"server": _server_of(exc), "entry": entry.name}
         if about["server"] == DATABASE:
             text = "beat: the message of %(entry)s stays pending, because %(server)s fails"
         advice = f": {NO_QUEUE}" if any(map(is_without_queue, causes(exc))) else ""

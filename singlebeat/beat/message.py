@@ -140,6 +140,8 @@ def prepare(
     for claimed in occurrences:
         message = Message(claimed, copy.copy(claimed.stored.entry))
         try:
+            if claimed.stored.error is not None:
+                raise claimed.stored.error  # noqa: TRY301
             _complete(message, Config.of(app))
             message.find_lock(app, looked_after=looked_after)
         except ENDING:

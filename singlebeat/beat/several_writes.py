@@ -25,9 +25,10 @@ from ..locks.base import HEADER, RUN_HEADER, Holder, Ref, Verdict, unusable
 from ..log import Log
 from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, reports_each, size
 from ..server_errors import is_key_denied
-from .dispatch import MADE_WITHIN, Published, has_begun, not_published
+from .dispatch import Published, has_begun, not_published
 from .entries.occurrence import DecisionType
-from .failures import BROKER, LOCKS, NoQueueError, causes, is_of_database, is_transient
+from .failures import BROKER, LOCKS, NoQueueError, causes, is_transient
+from .message import prepare
 from .store.probe import lock_refusal
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ RETRY_AFTER = 30.0
 
 #: Seconds that the messages which have failed before may take in one tick.
 RETRIES_MAY_TAKE = 0.5
+
+#: Seconds for which messages are made before they are sent: code of the user may choose their routes.
+MADE_WITHIN = 1.0
 
 #: Who may send a message otherwise than beat does, in words.
 BY_OTHERS = "its task's own apply_async, or the app's send_task,"
@@ -153,9 +157,7 @@ class SeveralWrites:
     def _prepare(
         self, claimed: Sequence[ClaimedOccurrence], *, looked_after: bool
     ) -> tuple[list[Message], list[tuple[Message, Exception]]]:
-        messages, wrong, left_out = self.dispatcher.prepare_in_time(claimed, looked_after=looked_after)
-        self._unsent += [each.stored.entry.key for each in left_out]
-        return messages, wrong
+        return prepare(self.app, self.dispatcher.report_each(claimed), looked_after=looked_after)
 
     def _needs_no_lock(self, message: Message) -> bool:
         """Return whether a message is sent first; one that has failed or may hang comes after the others."""
@@ -163,14 +165,9 @@ class SeveralWrites:
         return is_free and not self.failures.backoff.failures_of(message.entry.key)
 
     def _give_up(self, wrong: Sequence[tuple[Message, Exception]]) -> None:
-        """Give up messages that cannot be made, unless a database is away that code of the user asks for them."""
+        """Give up messages that cannot be made."""
         self.dispatcher.release(*(lock for message, _ in wrong for lock in message.locks))
-        for message, exc in wrong:
-            if is_of_database(exc):
-                self.failures.is_refused(message, exc)
-                self._unsent.append(message.entry.key)
-            else:
-                self._confirmations.append(self.dispatcher.give_up(message, exc))
+        self._confirmations += [self.dispatcher.give_up(message, exc) for message, exc in wrong]
 
     def _send(self, messages: Sequence[Message]) -> None:
         """Publish messages, and confirm all that is decided."""
@@ -276,7 +273,7 @@ class SeveralWrites:
                 return
             if failed := [*self._failed(self._publish_next(left))]:
                 self._unsent += [message.entry.key for message, _ in failed]
-                away = [(message, exc) for message, exc in failed if not self.failures.is_refused(message, exc)]
+                away = [(message, exc) for message, exc in failed if not self.failures.is_refused(message.entry, exc)]
                 if away:
                     self.failures.note(away[0][1], *(message.entry.key for message, _ in away))
                 self._patience -= time.monotonic() - began

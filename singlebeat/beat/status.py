@@ -111,7 +111,10 @@ WHY_UNSENT = (
 )
 
 #: Where to look while a beat leads and does not send, in words: the server may refuse another user than the operator's.
-SEE_LOG = "If that lasts, see the log of beat: it names what a server refuses to its user"
+SEE_LOG = (
+    "If that lasts, see the log of beat: it names what a server refuses to its user, and entries whose own code is "
+    "slow or fails (event=expensive, refused)"
+)
 
 
 def to_delete(app: str, names: Sequence[str]) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from .asking import asks_code
 from .calculating_time import CHEAP, EXPENSIVE, UNKNOWN
 from .calendar.zone import app_zone
 from .decide import claim_for, dropped
@@ -71,23 +73,22 @@ class Tick:
     def work_off(self, due: Due, term: Term, now: datetime, jump: Jump | None = None) -> list[float]:
         """Decide about one batch, send it, and return when entries that it has moved on or left waiting come next.
 
-        Expensive entries are calculated when the occurrences of the others are sent.
+        Expensive entries are calculated when the occurrences of the others are sent. Last come those for which code of
+        the user is asked: it may be slow, or hang until the watchdog ends this beat.
 
         Args:
             jump: the last jump of the clock, if one is known.
         """
         _close_old_connections()
-        time, taken_at, retry_at = self.store.calculating_time, monotonic(), self._retry_at()
-        retaken = self._retake(due, term, retry_at)
-        over = self._drop(retaken, term, now)
-        dropped_ids = {confirmation.decision.occurrence.id for confirmation in over}
-        ready = [claimed for claimed in retaken if claimed.occurrence.id not in dropped_ids]
-        ranked: dict[int, list[Stored]] = {CHEAP: [], UNKNOWN: [], EXPENSIVE: []}
-        for stored in _without(due.entries, over):
-            ranked[time.rank(stored.fields[0], stored.entry)].append(stored)
-        upcoming, left = list[float](), due.passed
-        for entries in (ranked[CHEAP], ranked[UNKNOWN] + ranked[EXPENSIVE]):
-            wanted, waiting = self._decide(entries, now, jump)
+        over, upcoming, left = list[Confirmation](), list[float](), due.passed
+        for recovered, entries in self._groups(due):
+            pending, wait_s = self._answered(recovered, now)
+            taken_at, retry_at = monotonic(), self._retry_at()
+            retaken = self._retake(pending, term, retry_at)
+            confirmed, ready = self._drop(retaken, term, now)
+            over += confirmed
+            decided, waits_s = self._decide(_without(entries, over), now, jump)
+            wanted, unasked_s = self._ask(decided)
             self.store.quarantine.settle()
             if not ready:  # no retaken ones
                 taken_at, retry_at = monotonic(), self._retry_at()  # the decisions may have taken long
@@ -98,28 +99,50 @@ class Tick:
             unsettled = [each for each in ready if each.occurrence.id not in settled]
             SeveralWrites(self.dispatcher, term, now, taken_at).send(unsettled)
             upcoming += [claim.next_score for claim in claims if claim.next_score >= 0]
-            upcoming += [self._timestamp() + time.wait_s] if waiting else []
-            ready, left = [], left + waiting + blocked
+            waits_s += unasked_s
+            upcoming += [self._timestamp() + seconds for seconds in {wait_s, *waits_s} if seconds < math.inf]
+            left += len(waits_s) + blocked
         self._left = self._left + left if due.more else 0
         self.store.notice_changes()
         self.one_write.check_records()
         return upcoming
 
+    def _groups(self, due: Due) -> Iterator[tuple[Sequence[Stored], Sequence[Stored]]]:
+        """Yield pending and due entries in groups, each of which is sent before the next one is calculated or asked."""
+        time, asking = self.store.calculating_time, list[Stored]()
+        ranked: dict[int, list[Stored]] = {CHEAP: [], UNKNOWN: [], EXPENSIVE: []}
+        for stored in due.entries:
+            group = asking if asks_code(stored.entry) else ranked[time.rank(stored.fields[0], stored.entry)]
+            group.append(stored)
+        yield [stored for stored in due.recovered if not asks_code(stored.entry)], ranked[CHEAP]
+        yield (), ranked[UNKNOWN] + ranked[EXPENSIVE]
+        yield [stored for stored in due.recovered if asks_code(stored.entry)], ()
+        yield (), asking
+
+    def _answered(self, recovered: Sequence[Stored], now: datetime) -> tuple[list[Stored], float]:
+        """Return those entries with pending occurrences that can be sent now, and the seconds until others can."""
+        answers = self.dispatcher.asking.answers(recovered)
+        self._postpone(answers.failed, now)
+        return [each for stored in recovered if (each := answers.given.get(stored.entry.key))], answers.wait_s
+
     def _retry_at(self) -> datetime:
         """Return until when no other beat sends occurrences that this one takes now."""
         return datetime.fromtimestamp(self._timestamp() + RETRY_AFTER, UTC)
 
-    def _retake(self, due: Due, term: Term, retry_at: datetime) -> list[ClaimedOccurrence]:
+    def _retake(self, recovered: Sequence[Stored], term: Term, retry_at: datetime) -> list[ClaimedOccurrence]:
         """Retake pending occurrences: until ``retry_at`` no other beat sends them."""
-        retaken = self.store.retake(due.recovered, term, retry_at=retry_at)
+        retaken = self.store.retake(recovered, term, retry_at=retry_at)
         return [
             ClaimedOccurrence(stored, stored.pending, stored.meta) for stored in retaken if stored.pending is not None
         ]
 
-    def _drop(self, retaken: Sequence[ClaimedOccurrence], term: Term, now: datetime) -> list[Confirmation]:
-        """Confirm retaken occurrences that are too late, paused or disabled, and free their locks.
+    def _drop(
+        self, retaken: Sequence[ClaimedOccurrence], term: Term, now: datetime
+    ) -> tuple[list[Confirmation], list[ClaimedOccurrence]]:
+        """Confirm retaken occurrences that are too late, paused or disabled, and free their locks; return the others.
 
-        One whose run has begun was sent. One of which that is not known waits until the locks' server answers.
+        One whose run has begun was sent. One of which that is not known is neither confirmed nor returned: it waits
+        until the locks' server answers.
         """
         zone = app_zone(self.app)
         decided = [(claimed, dropped(claimed.stored, claimed.occurrence, now, zone=zone)) for claimed in retaken]
@@ -127,25 +150,32 @@ class Tick:
         begun = self.dispatcher.begun([claimed for claimed, _ in late])
         sent = [(claimed, decision) for claimed, decision in late if begun.get(claimed.occurrence.id)]
         over = [(claimed, decision) for claimed, decision in late if begun.get(claimed.occurrence.id, False) is False]
+        unknown = [claimed.stored.entry.key for claimed, _ in late if begun.get(claimed.occurrence.id, False) is None]
         decisions = [(claimed, replace(each, outcome=DecisionType.DISPATCHED, reason="")) for claimed, each in sent]
         confirmations = [claimed.confirmation(decision) for claimed, decision in (*over, *decisions)]
         self.store.confirm(confirmations, term)
+        self._postpone(unknown, now)
         self.dispatcher.free([claimed for claimed, _ in over])
         self.dispatcher.failures.backoff.forget(*(claimed.stored.entry.key for claimed, _ in sent))
         self._log(confirmation.decision for confirmation in confirmations)
-        return confirmations
+        return confirmations, [claimed for claimed, decision in decided if decision is None]
 
-    def _decide(self, entries: Sequence[Stored], now: datetime, jump: Jump | None) -> tuple[list[Claim], int]:
-        """Return a claim for each entry whose times can be calculated, and the number of expensive entries that wait.
+    def _postpone(self, keys: Iterable[str], now: datetime) -> None:
+        """Let pending occurrences wait, by the keys of their entries."""
+        seconds = self.dispatcher.failures.backoff.seconds
+        self.store.postpone({key: now + timedelta(seconds=seconds(key)) for key in keys})
 
-        The others are quarantined.
+    def _decide(self, entries: Sequence[Stored], now: datetime, jump: Jump | None) -> tuple[list[Claim], list[float]]:
+        """Return a claim for each entry that can be decided about, and for each that waits the seconds until it can.
+
+        Entries whose times cannot be calculated are quarantined.
         """
         zone, time = app_zone(self.app), self.store.calculating_time
-        claims, waiting = list[Claim](), 0
+        claims, waits_s = list[Claim](), list[float]()
         for stored in entries:
             self._progress()
             if not time.has_for(stored.fields[0], stored.entry):
-                waiting += 1  # it stays due
+                waits_s.append(time.wait_s)  # it stays due
                 continue
             again = partial(claim_for, stored, zone=zone, prefix=self.store.keys.prefix, jump=jump)
             try:
@@ -153,7 +183,20 @@ class Tick:
                     claims.append(again(now))
             except Exception as exc:  # a user's own schedule class may raise anything
                 self.store.quarantine.add_failing(stored.member, stored.found, exc, again, now)
-        return claims, waiting
+        return claims, waits_s
+
+    def _ask(self, claims: Sequence[Claim]) -> tuple[list[Claim], list[float]]:
+        """Return claims with what code of the user answers, and for each that waits the seconds until it is asked."""
+        asked = [each.stored for each in claims if each.occurrence is not None and not _is_blocked(each.stored)]
+        answers = self.dispatcher.asking.answers(asked)
+        ready = list[Claim]()
+        for claim in claims:
+            answered = answers.given.get(claim.stored.entry.key)
+            if claim.occurrence is None or answered is claim.stored:
+                ready.append(claim)
+            elif answered is not None:
+                ready.append(replace(claim, stored=answered))
+        return ready, [answers.wait_s] * (len(claims) - len(ready))
 
     def _claim(
         self, claims: Sequence[Claim], settled: Mapping[str, ClaimVerdict], term: Term, retry_at: datetime
@@ -189,6 +232,11 @@ def _close_old_connections() -> None:
     if (django := sys.modules.get("django.db")) is not None:
         with suppress(Exception):  # it may not be set up
             django.close_old_connections()
+
+
+def _is_blocked(stored: Stored) -> bool:
+    """Return whether code would be asked in vain: an earlier occurrence was not yet sent when the entry was read."""
+    return stored.pending is not None and asks_code(stored.entry)
 
 
 def _without(entries: Sequence[Stored], over: Sequence[Confirmation]) -> list[Stored]:

@@ -140,7 +140,9 @@ class Bench:
         return Occurrence.decode(text) if text else None
 
     def retry_now(self) -> None:
-        """Let the time come to which pending occurrences were postponed."""
+        """Let the time come to which pending occurrences were postponed, or code of the user that has failed."""
+        for scheduler in self.schedulers:
+            scheduler.dispatcher.asking._again_at.clear()
         for member in self.redis.zrange("redbeat::pending", 0, -1):
             self.redis.zadd("redbeat::pending", {member: 0})
 

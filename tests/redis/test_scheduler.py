@@ -23,7 +23,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 from celery import Celery, Task
-from celery.beat import BeatLazyFunc, Service
+from celery.beat import Service
 from celery.schedules import BaseSchedule, crontab, schedule
 from celery.signals import after_task_publish, beat_init, before_task_publish
 from kombu import Connection, Producer
@@ -1717,23 +1717,18 @@ def test_the_runs_before_code_of_a_user_that_hangs_are_confirmed(bench):
     assert decided == [{"a": "dispatched", "c": "dispatched"}]
 
 
-@pytest.mark.parametrize("asked_for", ["an argument", "a key", "a route"])
-def test_a_run_waits_for_a_database_that_is_asked(bench, caplog, asked_for):
+def test_a_run_waits_for_a_database_that_its_route_asks(bench, caplog):
     """The other entries run, and no line says that the broker is away."""
     app, is_away = bench.new_app(), [True]
 
-    def ask(*_: Any, **__: Any) -> Any:
-        if is_away:
+    def route(name: str, *_: Any, **__: Any) -> None:
+        if is_away and name == "own":
             raise sqlite3.OperationalError("database is locked")
-        return None if asked_for == "a route" else "a"
 
-    if asked_for == "a route":
-        app.conf.task_routes = (lambda name, *_, **__: ask() if name == "own" else None,)
-    keys = {"base": Singleton, "unique_on": ask} if asked_for == "a key" else {}
-    app.task(die_in_publish, name="own", shared=False, typing=False, **keys)  # only its name matters here
-    app.task(die_in_publish, name="other", shared=False, typing=False)
-    entry = {"task": "own", "schedule": 3600, "args": [BeatLazyFunc(ask)] if asked_for == "an argument" else ["a"]}
-    app.conf.beat_schedule = {"e": entry, "other": {"task": "other", "schedule": 3600}}
+    app.conf.task_routes = (route,)
+    app.conf.beat_schedule = {
+        name: {"task": task, "schedule": 3600} for name, task in {"e": "own", "other": "o"}.items()
+    }
     scheduler = bench.scheduler(app=app)
     scheduler.tick()
     for name in ("e", "other"):
@@ -1751,9 +1746,9 @@ def test_a_run_waits_for_a_database_that_is_asked(bench, caplog, asked_for):
     assert decided == {"e": "dispatched", "other": "dispatched"}
 
 
-def test_a_claimed_run_is_not_called_paused_while_its_key_is_unknown(bench):
+def test_a_claimed_run_is_not_called_paused_while_its_key_is_unknown(bench, several_writes):
     """An earlier beat may have sent it: only its lock says so."""
-    app, is_away = bench.new_app(), [True]
+    app, is_away = bench.new_app(), list[bool]()
 
     def ask(*_: Any) -> str:
         if is_away:
@@ -1763,8 +1758,10 @@ def test_a_claimed_run_is_not_called_paused_while_its_key_is_unknown(bench):
     app.task(die_in_publish, name="own", base=Singleton, unique_on=ask, shared=False, typing=False)
     bench.put("e", task="own")
     scheduler = bench.scheduler(app=app)
-    scheduler.tick()
+    die_in_publish(scheduler)
+    assert bench.redis.zcard("redbeat::pending") == 1
     bench.schedule.pause("e")
+    is_away.append(True)
 
     bench.retry_now()
     scheduler.tick()
@@ -1774,67 +1771,6 @@ def test_a_claimed_run_is_not_called_paused_while_its_key_is_unknown(bench):
     bench.retry_now()
     scheduler.tick()
     assert [record["decision"] for record in bench.history] == ["paused"]
-
-
-def test_slow_code_of_a_user_holds_up_no_other_entry_for_long(bench, several_writes, monkeypatch, logged):
-    """All of them take longer than a beat may publish what it has claimed, and would be asked again in each tick."""
-    monkeypatch.setattr("singlebeat.beat.dispatch.MADE_WITHIN", 0.05)
-    monkeypatch.setattr("singlebeat.beat.several_writes.RETRY_AFTER", 0.5)
-    app = bench.new_app()
-    slow = {"task": "slow", "schedule": 3600, "args": [BeatLazyFunc(time.sleep, 0.1)]}
-    names = [f"e{number}" for number in range(9)]
-    app.conf.beat_schedule = {**dict.fromkeys(names, slow), "plain": {"task": "plain", "schedule": 3600}}
-    scheduler = bench.scheduler(app=app)
-    scheduler.tick()
-    for name in (*names, "plain"):
-        Schedule(app).trigger(name)
-
-    def all_are_sent() -> bool:
-        bench.retry_now()
-        scheduler.tick()
-        return {record["entry"] for record in bench.history} == {*names, "plain"}
-
-    wait_until(all_are_sent, what="the runs of the slow entries")
-    assert "plain" in {record["entry"] for record in bench.history[:2]}, "with the first slow one"
-    assert len(bench.messages) == 10
-    assert sorted(line["entry"] for line in logged("slow_code")) == names
-
-
-@pytest.mark.parametrize("place", ["argument", "key", "route", "apply_async"])
-def test_an_entry_whose_code_is_slow_is_named_once(bench, monkeypatch, logged, place):
-    monkeypatch.setattr("singlebeat.beat.dispatch.MADE_WITHIN", 0.05)
-    app = bench.new_app()
-
-    def answer(*_: Any, **__: Any) -> Any:
-        time.sleep(0.1)
-        return "a"
-
-    class Slow(Task):
-        abstract = True
-
-        def apply_async(self, *args: Any, **options: Any) -> Any:
-            answer()
-            return super().apply_async(*args, **options)
-
-    options = {
-        "argument": {},
-        "key": {"base": Singleton, "unique_on": answer},
-        "route": {},
-        "apply_async": {"base": Slow},
-    }
-    app.task(die_in_publish, name="slow", shared=False, typing=False, **options[place])  # only its name matters
-    if place == "route":
-        app.conf.task_routes = [lambda name, *_, **__: answer() and None]
-    args = [BeatLazyFunc(answer)] if place == "argument" else ["a"]
-    app.conf.beat_schedule = {"e": {"task": "slow", "schedule": 3600, "args": args}}
-    scheduler = bench.scheduler(app=app)
-    scheduler.tick()
-    for _ in range(3):
-        Schedule(app).trigger("e")
-        scheduler.tick()
-
-    assert len(bench.history) == 3
-    assert [line["entry"] for line in logged("slow_code")] == ["e"]
 
 
 @pytest.mark.parametrize("error", [sqlite3.OperationalError("locked"), ConnectionRefusedError("no service")], ids=str)

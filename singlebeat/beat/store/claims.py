@@ -84,6 +84,7 @@ class Stored:
     pending: Occurrence | None  #: claimed, and not confirmed
     pending_score: float = 0.0  #: when the pending occurrence is to be retried
     pauses: Pauses = NO_PAUSES  #: of many entries, as they were read with it
+    error: Exception | None = None  #: why code of the user gives no arguments, or no lock key, for its next run
 
     @property
     def found(self) -> Sequence[str]:

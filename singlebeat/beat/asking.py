@@ -1,0 +1,129 @@
+"""Asks code of the user for the arguments and the lock key of a run, before the run is claimed."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from time import monotonic
+from typing import TYPE_CHECKING, NamedTuple
+
+from kombu.utils.encoding import safe_repr
+
+from ..locks.modes import is_singleton
+from ..log import Log
+from .calculating_time import LOGGED_FROM
+from .calendar.recurrence import ENDING
+from .entries.code_only import evaluate_lazy
+from .failures import is_transient
+
+if TYPE_CHECKING:
+    from .entries.entry import Entry
+    from .failures import Failures
+    from .store.claims import Stored
+
+__all__ = ("Answers", "Asking", "asks_code")
+
+log = Log("celery.beat")
+
+#: Seconds for which code of the user is asked before others are sent again; the first answer is awaited in any case.
+ASKED_FOR = 0.2
+
+
+class Answers(NamedTuple):
+    """What code of the user has answered."""
+
+    given: Mapping[str, Stored]  #: the entries that can be sent or given up now, with the answers, by their keys
+    failed: Sequence[str]  #: the keys of the entries whose code fails because of a server
+    wait_s: float  #: seconds until the next of the others is to be asked; infinite if there is none
+
+
+class Asking:
+    """Asks code of the user: ``BeatLazyFunc`` arguments, and key functions of Singletons.
+
+    It may be slow, fail, or hang until the watchdog ends this beat. An entry that is not claimed yet is not harmed by
+    any of that: it stays due, and can be paused, edited or removed.
+
+    Args:
+        progress: called before each question.
+    """
+
+    def __init__(self, failures: Failures, progress: Callable[[], None]) -> None:
+        self._failures, self._progress = failures, progress
+        self._again_at: dict[str, float] = {}  #: monotonic: when those are asked again that have failed, by key
+        self._said_slow_of = set[str]()  #: the entries whose code was logged as slow, by their keys
+
+    def answers(self, wanted: Sequence[Stored]) -> Answers:
+        """Ask for entries until ``ASKED_FOR`` is over, the one that has waited longest first.
+
+        Entries that need no code are among the answers as they are.
+        """
+        given = {stored.entry.key: stored for stored in wanted if not asks_code(stored.entry)}
+        asked = [stored for stored in wanted if stored.entry.key not in given]
+        failed, wait_s, until = list[str](), math.inf, math.inf
+        for stored in sorted(asked, key=lambda each: each.pending_score or each.score):
+            key, began = stored.entry.key, monotonic()
+            if (left := max(self._again_at.get(key, 0.0), began if began >= until else 0.0) - began) >= 0:
+                wait_s = min(wait_s, left)
+                continue
+            until = min(until, began + ASKED_FOR)
+            self._progress()
+            if (answer := self._answer(stored)) is None:
+                failed.append(key)
+                wait_s = min(wait_s, self._failures.backoff.seconds(key))
+            else:
+                given[key] = answer
+        return Answers(given, failed, wait_s)
+
+    def _answer(self, stored: Stored) -> Stored | None:
+        """Return an entry with what its code answers, or with its error; None if it is to be asked again."""
+        key = stored.entry.key
+        self._again_at.pop(key, None)
+        try:
+            with self.timing(stored.entry):
+                return _answered(stored)
+        except ENDING:
+            raise
+        except BaseException as exc:  # it may raise anything
+            error = exc if isinstance(exc, Exception) else RuntimeError(safe_repr(exc))
+        if not is_transient(error):
+            return replace(stored, error=error)
+        self._failures.note_unanswered(stored.entry, error)
+        self._again_at[key] = monotonic() + self._failures.backoff.seconds(key)
+        return None
+
+    @contextmanager
+    def timing(self, entry: Entry) -> Iterator[None]:
+        """Log, once for each entry, that code of the user takes so long within it that other entries are late.
+
+        An error that leaves it has a line of its own.
+        """
+        began = monotonic()
+        yield
+        seconds = monotonic() - began
+        if seconds >= LOGGED_FROM and entry.key not in self._said_slow_of:
+            self._said_slow_of.add(entry.key)
+            text = "beat: Entry %(entry)s holds up others, because its own code is slow"
+            log.warning(text, event="expensive", entry=entry.name, seconds=seconds)
+
+
+def asks_code(entry: Entry) -> bool:
+    """Return whether code of the user makes the arguments of an entry's runs, or the keys of their locks."""
+    return not (entry.is_constant and getattr(entry.app.tasks.get(entry.task), "has_pure_keys", True))
+
+
+def _answered(stored: Stored) -> Stored:
+    """Return an entry with the arguments and the lock key of its next run.
+
+    Raises:
+        Exception: any error of code of the user.
+    """
+    entry = copy.copy(stored.entry)
+    entry.args, entry.kwargs = evaluate_lazy(entry.args), evaluate_lazy(entry.kwargs)
+    task = entry.app.tasks.get(entry.task)
+    if is_singleton(task) and not task.has_pure_keys:
+        with suppress(TypeError):  # a run whose arguments do not fit is sent without its lock, which says why
+            entry.lock_key = str(task.generate_lock(entry.task, entry.args, entry.kwargs))
+    return replace(stored, entry=entry)

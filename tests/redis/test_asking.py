@@ -1,0 +1,321 @@
+"""Code of the user that makes arguments and lock keys may be slow, fail or hang, and harms no other entry."""
+
+from __future__ import annotations
+
+import itertools
+import sqlite3
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from celery import Celery, Task
+from celery.beat import BeatLazyFunc
+from celery.signals import before_task_publish
+
+from singlebeat import Schedule, Scheduler, Singleton
+from singlebeat.beat.store.claims import Store
+from singlebeat.errors import LockBackendError
+from singlebeat.locks import backend_of
+from tests.redis.bench import Bench
+from tests.support import connected, wait_until
+
+HOUR = 3600
+
+
+def work(*_: object) -> None: ...
+
+
+@pytest.fixture(params=["one write", "several writes"])
+def writes(request: pytest.FixtureRequest) -> None:
+    """Send where all is on one server, and where the broker may be on another one."""
+    if request.param == "several writes":
+        request.getfixturevalue("several_writes")
+
+
+@pytest.fixture
+def app(bench: Bench) -> Celery:
+    """Return the app of a team, whose tasks only the workers know but for those that a test adds."""
+    return bench.new_app()
+
+
+def scheduled(bench: Bench, app: Celery, **entries: dict[str, Any]) -> Scheduler:
+    """Return a beat whose entries are due at once, the first one first."""
+    app.conf.beat_schedule = {name: {"task": name, "schedule": HOUR, **fields} for name, fields in entries.items()}
+    scheduler = bench.scheduler(app=app)
+    scheduler.tick()
+    for number, name in enumerate(entries):
+        bench.redis.zadd("redbeat::schedule", {f"redbeat:{name}": time.time() - 60 + number})
+        bench.make_due(name)
+    return scheduler
+
+
+def decided(bench: Bench) -> dict[str, str]:
+    return {record["entry"]: record["decision"] for record in bench.history}
+
+
+def asking(function: Callable[..., Any], place: str, app: Celery, name: str) -> dict[str, Any]:
+    """Return the fields of an entry for which a function is asked, for an argument or for the key of its lock."""
+    if place == "argument":
+        return {"args": [BeatLazyFunc(function)]}
+    app.task(work, name=name, base=Singleton, unique_on=function, shared=False, typing=False)
+    return {"args": ["a"]}
+
+
+@pytest.mark.parametrize("place", ["argument", "key"])
+def test_others_are_sent_and_recorded_before_code_is_asked(bench, app, writes, place):
+    """It may hang until the watchdog ends this beat, and the next one."""
+    seen = list[Any]()
+
+    def ask(*_: object) -> str:
+        seen.append(decided(bench))
+        return "a"
+
+    scheduler = scheduled(bench, app, asks=asking(ask, place, app, "asks"), plain={})
+    scheduler.tick()
+
+    assert seen == [{"plain": "dispatched"}]
+    assert decided(bench) == {"plain": "dispatched", "asks": "dispatched"}
+
+
+@pytest.mark.parametrize("place", ["argument", "key"])
+def test_a_pause_keeps_code_that_hangs_from_being_asked(bench, app, writes, place):
+    asked = list[int]()
+
+    def ask(*_: object) -> str:
+        asked.append(1)
+        raise SystemExit  # the watchdog ends this beat
+
+    scheduler = scheduled(bench, app, asks=asking(ask, place, app, "asks"), plain={})
+    with pytest.raises(SystemExit):
+        scheduler.tick()
+    Schedule(app).pause("asks")
+    scheduler.tick()
+
+    assert asked == [1]
+    assert decided(bench) == {"plain": "dispatched", "asks": "paused"}
+
+
+def test_code_that_answers_after_a_claim_would_be_over_is_sent(bench, app, several_writes, monkeypatch):
+    monkeypatch.setattr("singlebeat.beat.several_writes.RETRY_AFTER", 0.2)
+    monkeypatch.setattr("singlebeat.beat.tick.RETRY_AFTER", 0.2)
+    slow = {"args": [BeatLazyFunc(time.sleep, 0.3)]}
+    scheduler = scheduled(bench, app, slow=slow, plain={})
+
+    scheduler.tick()
+
+    assert decided(bench) == {"slow": "dispatched", "plain": "dispatched"}
+
+
+def test_each_entry_has_its_turn_where_their_code_takes_too_long(bench, app, writes, monkeypatch):
+    monkeypatch.setattr("singlebeat.beat.asking.ASKED_FOR", 0)
+    names = ["a", "b", "c"]
+    turns = list[str]()
+    entries = {name: {"args": [BeatLazyFunc(turns.append, name)]} for name in names}
+    scheduler = scheduled(bench, app, **entries)
+
+    for _ in range(9):
+        before = len(turns)
+        scheduler.tick()
+        assert len(turns) == before + 1, "others may be due again"
+        bench.make_due(turns[-1])  # before the others have had their turns
+        bench.redis.zadd("redbeat::schedule", {f"redbeat:{turns[-1]}": time.time()})
+
+    assert turns == names * 3
+
+
+def test_paused_runs_whose_code_is_slow_are_dropped_one_by_one(bench, app, several_writes, monkeypatch):
+    """Their locks are asked for, and so their keys; entries without code come first meanwhile."""
+    asked = list[Any]()
+
+    def ask(value: str) -> str:
+        asked.append(decided(bench).get("plain"))
+        return value
+
+    app.task(work, name="own", base=Singleton, unique_on=ask, shared=False, typing=False)
+    names = ["a", "b", "c"]
+    own = {name: {"task": "own", "args": [name]} for name in names}
+    scheduler = scheduled(bench, app, **own, plain={})
+    bench.schedule.pause("plain")
+    with connected(before_task_publish, Mock(side_effect=SystemExit)), pytest.raises(SystemExit):
+        scheduler.tick()
+    assert bench.redis.zcard("redbeat::pending") == 3
+    bench.redis.delete("redbeat::history")
+    bench.schedule.resume("plain")
+    bench.make_due("plain")
+    for name in names:
+        bench.schedule.pause(name)
+    asked.clear()
+    monkeypatch.setattr("singlebeat.beat.asking.ASKED_FOR", 0)
+
+    bench.retry_now()
+    scheduler.tick()
+    assert asked == ["dispatched"]
+    scheduler.tick()
+    scheduler.tick()
+
+    assert decided(bench) == {"plain": "dispatched", **dict.fromkeys(names, "paused")}
+
+
+def test_on_one_server_slow_code_leaves_nothing_to_several_writes(bench, app, monkeypatch):
+    """A beat that is killed between its writes would send it twice."""
+    monkeypatch.setattr("singlebeat.beat.asking.ASKED_FOR", 0.05)
+    monkeypatch.setattr(Store, "confirm", confirm := Mock(wraps=lambda *_: None))
+    slow = {"args": [BeatLazyFunc(time.sleep, 0.1)], "options": {"overlap": "allow_all"}}
+    scheduler = scheduled(bench, app, a=slow, b=slow)
+
+    wait_until(lambda: scheduler.tick() and len(decided(bench)) == 2)
+
+    assert [call for call in confirm.mock_calls if call.args[0]] == []
+
+
+@pytest.mark.parametrize("where", ["a task", "the app"])
+def test_a_function_is_asked_once_for_each_run_that_code_sends(bench, app, where):
+    """It may take the next number of a sequence, or the next row of a table."""
+
+    class Own(Task):
+        abstract = True
+
+        def apply_async(self, *args: Any, **options: Any) -> Any:
+            return super().apply_async(*args, **options)
+
+    if where == "a task":
+        app.task(work, name="own", base=Own, shared=False)
+    else:
+        app.send_task = lambda *args, **options: Celery.send_task(app, *args, **options)
+    numbers = itertools.count()
+    scheduler = scheduled(bench, app, e={"task": "own", "args": [BeatLazyFunc(numbers.__next__)]})
+    for _ in range(3):
+        scheduler.tick()
+        Schedule(app).trigger("e")
+
+    assert [message.args for message in bench.messages] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("place", ["argument", "key"])
+@pytest.mark.parametrize("error", [sqlite3.OperationalError("locked"), ConnectionRefusedError("refused")], ids=repr)
+def test_a_run_waits_for_a_service_that_its_code_asks(bench, app, writes, place, error, logged):
+    """A run at one time alone would be lost for ever."""
+    away = [True]
+
+    def ask(*_: object) -> str:
+        if away:
+            raise error
+        return "a"
+
+    scheduler = scheduled(bench, app, asks=asking(ask, place, app, "asks"), plain={})
+    scheduler.tick()
+    scheduler.tick()
+    assert decided(bench) == {"plain": "dispatched"}
+    assert bench.redis.zcard("redbeat::pending") == 0
+    (line,) = logged("refused", "unreachable")
+    assert line["entry"] == "asks"
+    assert line["server"] == "what its own code asks"
+
+    away.clear()
+    bench.retry_now()
+    scheduler.tick()
+    assert decided(bench) == {"plain": "dispatched", "asks": "dispatched"}
+
+
+def test_code_that_fails_is_not_asked_in_each_tick(bench, app, writes):
+    asked = list[int]()
+
+    def ask() -> None:
+        asked.append(1)
+        raise ConnectionRefusedError
+
+    scheduler = scheduled(bench, app, asks={"args": [BeatLazyFunc(ask)]})
+    delays = [scheduler.tick() for _ in range(5)]
+
+    assert len(asked) == 1
+    assert max(delays) > 0.5, "beat sleeps until it is asked again"
+
+
+def test_a_paused_run_is_not_sent_while_its_lock_is_unknown(bench, app, several_writes, monkeypatch):
+    """The locks' server fails when it is asked whether the run has begun, and answers again just after that."""
+    app.task(work, name="own", base=Singleton, shared=False)
+    scheduler = scheduled(bench, app, own={})
+    with connected(before_task_publish, Mock(side_effect=SystemExit)), pytest.raises(SystemExit):
+        scheduler.tick()
+    bench.schedule.pause("own")
+    backend = backend_of(app)
+    acquire = backend.acquire_many
+    answers = iter([LockBackendError("away")])
+
+    def fail_once(*args: Any, **options: Any) -> Any:
+        for error in answers:
+            raise error
+        return acquire(*args, **options)
+
+    monkeypatch.setattr(backend, "acquire_many", fail_once)
+    bench.retry_now()
+    scheduler.tick()
+    assert (bench.messages, decided(bench)) == ([], {})
+
+    bench.retry_now()
+    scheduler.tick()
+    assert (bench.messages, decided(bench)) == ([], {"own": "paused"})
+
+
+def test_slow_code_of_a_user_holds_up_no_other_entry_for_long(bench, several_writes, monkeypatch, logged):
+    """All of them take longer than a beat may publish what it has claimed, and would be asked again in each tick."""
+    monkeypatch.setattr("singlebeat.beat.asking.ASKED_FOR", 0.05)
+    monkeypatch.setattr("singlebeat.beat.asking.LOGGED_FROM", 0.05)
+    monkeypatch.setattr("singlebeat.beat.several_writes.RETRY_AFTER", 0.5)
+    app = bench.new_app()
+    slow = {"task": "slow", "schedule": 3600, "args": [BeatLazyFunc(time.sleep, 0.1)]}
+    names = [f"e{number}" for number in range(9)]
+    app.conf.beat_schedule = {**dict.fromkeys(names, slow), "plain": {"task": "plain", "schedule": 3600}}
+    scheduler = bench.scheduler(app=app)
+    scheduler.tick()
+    for name in (*names, "plain"):
+        Schedule(app).trigger(name)
+
+    def all_are_sent() -> bool:
+        bench.retry_now()
+        scheduler.tick()
+        return {record["entry"] for record in bench.history} == {*names, "plain"}
+
+    wait_until(all_are_sent, what="the runs of the slow entries")
+    assert bench.history[0]["entry"] == "plain"
+    assert len(bench.messages) == 10
+    assert sorted(line["entry"] for line in logged("expensive")) == names
+
+
+@pytest.mark.parametrize("place", ["argument", "key", "route", "apply_async"])
+def test_an_entry_whose_code_is_slow_is_named_once(bench, monkeypatch, logged, place):
+    monkeypatch.setattr("singlebeat.beat.asking.LOGGED_FROM", 0.05)
+    app = bench.new_app()
+
+    def answer(*_: Any, **__: Any) -> Any:
+        time.sleep(0.1)
+        return "a"
+
+    class Slow(Task):
+        abstract = True
+
+        def apply_async(self, *args: Any, **options: Any) -> Any:
+            answer()
+            return super().apply_async(*args, **options)
+
+    options = {
+        "argument": {},
+        "key": {"base": Singleton, "unique_on": answer},
+        "route": {},
+        "apply_async": {"base": Slow},
+    }
+    app.task(work, name="slow", shared=False, typing=False, **options[place])
+    if place == "route":
+        app.conf.task_routes = [lambda name, *_, **__: answer() and None]
+    args = [BeatLazyFunc(answer)] if place == "argument" else ["a"]
+    app.conf.beat_schedule = {"e": {"task": "slow", "schedule": 3600, "args": args}}
+    scheduler = bench.scheduler(app=app)
+    scheduler.tick()
+    for _ in range(3):
+        Schedule(app).trigger("e")
+        scheduler.tick()
+
+    assert len(bench.history) == 3
+    assert [line["entry"] for line in logged("expensive")] == ["e"]
