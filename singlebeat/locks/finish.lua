@@ -13,8 +13,9 @@
 -- ARGV[1]  done_ms   ms for which the end of a run is remembered; 0: no end is remembered
 -- ARGV[2]  ran       2: the requests have run under their locks; 1: they have run, perhaps without them, even if their
 --                    locks say otherwise; 0: they may not have started
--- ARGV[3]  unsent    1: what follows the runs, such as the next step of a chain, may be unsent: another delivery of the
---                    message may run after a lease, until another call says that they are over; 0: they are over
+-- ARGV[3]  unsent    1: what follows the runs, such as the next step of a chain, or the rejections of their messages may
+--                    be unsent: another delivery of the message may run after a lease, until another call says that
+--                    they are over; 0: they are over
 -- ARGV[4]  requests  JSON, one array for each: [task id, its generation, name of this delivery of the message, or empty
 --                    if the message was never delivered]
 --

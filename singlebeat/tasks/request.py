@@ -233,6 +233,8 @@ class Request(celery_request.Request):  # type: ignore[misc]
     #: Whether a hard time limit has passed: the body of a request with a ticket lives for a moment after that.
     _past_limit = False
     _over = False
+    #: Whether its message was rejected. Celery only logs it if the broker does not get that, and delivers it again.
+    _is_rejected = False
     _cancelled = False
     _cut_short = False
     #: Whether the run failed outside of its body, as by an error of the broker.
@@ -302,8 +304,12 @@ class Request(celery_request.Request):  # type: ignore[misc]
 
     @property
     def leaves_unsent(self) -> bool:
-        """Whether what follows its run, such as the next step of a chain, may be unsent, though its body has ended."""
-        return self._failed_to_send and bool(self.task.acks_late) and is_followed(self._context)
+        """Whether another delivery of its message may run, though its body has ended.
+
+        What follows the run, such as the next step of a chain, may be unsent; or the broker has not got its rejection,
+        as in the outage in which its retry could not be sent.
+        """
+        return self._is_rejected or (self._failed_to_send and bool(self.task.acks_late) and is_followed(self._context))
 
     def tells_loss(self, *, is_over: bool) -> bool:
         """Return whether a loss of the lock is to be logged; of several callers, in any threads, one gets True.
@@ -602,6 +608,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
         requeued = requeue and not self.acknowledged
         if requeued:  # first, because the broker may deliver the message within a millisecond
             self._leave_to_next_delivery(at_once=True)
+        self._is_rejected = not (requeue or self.acknowledged)
         super().reject(requeue)
         if not requeued:
             self.free_if_acknowledged()

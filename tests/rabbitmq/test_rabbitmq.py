@@ -883,6 +883,29 @@ def test_a_dead_lettered_message_that_comes_back_runs_again(task, rabbit, celery
     assert (oracle.started("a"), oracle.max_concurrent("a")) == (4, 1)
 
 
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+@pytest.mark.parametrize("ends", [("single_rejecting", False), ("single_retrying",)], ids=["reject", "retry"])
+def test_a_rejection_that_rabbitmq_does_not_get_lets_the_call_run_again(pool, ends, rabbit, celery, oracle, server):
+    """It delivers the message again. Celery rejects it, too, if a retry cannot be sent."""
+    task, *requeue = ends
+    queue = on_classic_queue(f"rejected by {task} in {pool}")
+    conf = {**conf_of(rabbit, server), **queue, "task_acks_late": True, "broker_connection_max_retries": None}
+    # Else the next message after the outage uses the worker's connection in a thread of the pool, and may hang there.
+    conf |= {"worker_enable_prefetch_count_reduction": False, "singlebeat_lock_lease": 3}
+    stage = Stage(celery, oracle, {**conf, "task_publish_retry": False})
+    worker = stage.start("worker", "-P", pool, "-c", "2").ready()
+    with stage.app() as app:
+        app.tasks[f"{APP}.{task}"].apply_async(("a", 2, *requeue, 60), retry=True)
+        oracle.wait_started(1, "a", timeout=60)
+        with rabbit.outage():
+            oracle.let_go("a")
+            worker.wait_for("reject requeue=False", timeout=60)
+        oracle.let_go("a", 2)
+
+        oracle.wait_ended(2 if task == "single_rejecting" else 3, "a", timeout=60)
+    assert oracle.max_concurrent("a") == 1
+
+
 @pytest.mark.parametrize("named_by", ["the entry", "a route", "the task", "a call"])
 def test_a_message_in_an_unknown_queue_is_not_called_lost(named_by, rabbit, celery, server, redis):
     """The queue has no reader, is known to no app, and only RabbitMQ knows that the message waits there."""
