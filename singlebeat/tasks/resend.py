@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -67,6 +68,16 @@ class _Queue(Queue):  # type: ignore[misc]
     """A queue that is declared for each message: an operator may have deleted it and its binding since the last one."""
 
     can_cache_declaration = False
+
+
+class _DelayedQueue(_Queue):
+    """A queue that is bound to what RabbitMQ has delayed for it, also if only an operator may declare it."""
+
+    def declare(self, nowait: bool = False, channel: Any = None) -> str:
+        """Declare and bind the queue; bind it only if it is not to be declared, which needs no right to configure."""
+        if self.no_declare:
+            self.queue_bind(nowait=nowait, channel=channel)
+        return str(super().declare(nowait=nowait, channel=channel))
 
 
 def send_again(
@@ -156,8 +167,11 @@ def bind_to_delay(app: Celery) -> None:
     queues = app.amqp.queues.consume_from.values()
     with app.connection_for_write() as connection:
         for queue in queues:
-            if not queue.exclusive and kind_of(queue) not in {"direct", "fanout"}:
-                _bound_to_delay(queue)(connection.default_channel).declare()
+            if queue.exclusive or kind_of(queue) in {"direct", "fanout"}:
+                continue
+            # Each message that is sent again declares it, too, and its error is logged. An error ends the channel.
+            with suppress(Exception), connection.channel() as channel:
+                _bound_to_delay(queue)(channel).declare()
 
 
 def _bound_to_delay(queue: Queue) -> Queue:
@@ -166,7 +180,7 @@ def _bound_to_delay(queue: Queue) -> Queue:
     By Celery's own binding each queue gets it whose key matches, and only queues that were known at a worker's start
     have one. A name is one word of the key, else a key like ``#.feeds.#`` of another queue would match it.
     """
-    bound, name = _Queue(**queue.as_dict()), queue.name.replace("%", "%25").replace(".", "%2E")
+    bound, name = _DelayedQueue(**queue.as_dict()), queue.name.replace("%", "%25").replace(".", "%2E")
     bound.exchange, bound.bindings = Exchange(CELERY_DELAYED_DELIVERY_EXCHANGE, type="topic"), set()
     bound.routing_key = f"#.singlebeat.{name}"
     return bound

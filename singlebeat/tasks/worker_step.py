@@ -159,7 +159,7 @@ class DelayStep(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def start(self, parent: Consumer) -> None:
         """Bind the queues of the worker to what RabbitMQ has delayed."""
-        with suppress(Exception):  # each message that is sent again declares it, too, and its error is logged
+        with suppress(Exception):  # of a lost connection, after which it starts again
             bind_to_delay(parent.app)
 
 

@@ -839,6 +839,27 @@ def test_a_call_that_rabbitmq_delays_outlives_the_deletion_of_its_queue(rabbit, 
         assert [first.get(timeout=60), second.get(timeout=60)] == ["one"] * 2
 
 
+def test_a_call_that_rabbitmq_delays_comes_back_to_a_queue_of_an_operator(rabbit, celery, oracle, server):
+    """No worker declares it. Its name and its key differ."""
+    made = Queue("made", Exchange("made", type="topic"), "made.by.hand", queue_arguments={"x-queue-type": "quorum"})
+    own = {"exchange": "made", "exchange_type": "topic", "queue_arguments": {"x-queue-type": "quorum"}}
+    queues = {"made": {**own, "routing_key": "made.by.hand", "no_declare": True}}
+    conf = {**conf_of(rabbit, server), "task_queues": queues, "task_default_queue": "made"}
+    stage = Stage(celery, oracle, {**conf, "broker_transport_options": {"confirm_publish": True}})
+    with stage.app() as app, app.connection_for_write() as connection:
+        made(connection).declare()
+        worker = stage.start("worker", "-c", "2", "-Q", "made").ready()
+        single, call = app.tasks[SINGLE], {"args": ("one", 60), "exchange": "made", "routing_key": "made.by.hand"}
+        first = single.apply_async(**call)
+        oracle.wait_started(1, "one", timeout=60)
+        second = single.apply_async(**call, overlap="buffer_one")
+        worker.wait_for(rf"{second.id}\] waits for its turn", count=3, timeout=60)
+
+        oracle.let_go("one", 2)
+
+        assert [first.get(timeout=60), second.get(timeout=60)] == ["one"] * 2
+
+
 def test_a_call_waits_in_a_queue_that_only_its_worker_may_use(rabbit, celery, oracle, server):
     """RabbitMQ lets no other connection declare an exclusive queue."""
     own = {"exchange": "exclusive", "routing_key": "exclusive", "exclusive": True}
