@@ -284,6 +284,15 @@ def unheard(app: Celery, workers: Workers) -> Sequence[str]:
     return [f"{worker} ({ages[worker]:.0f} s)" for worker in sorted(ages) if workers.versions.get(worker)]
 
 
+def unknown_workers(app: Celery, workers: Workers) -> Sequence[str]:
+    """Return the workers with singlebeat that answer, and that the locks' server has not seen since they started."""
+    least, seen = Config.of(app).singlebeat_lock_lease * UNHEARD, last_seen(app)
+    started = (name for name, reader in workers.readers.items() if reader.up_s is not None and reader.up_s > least)
+    # One of that name may have shut down there before.
+    unseen = (name for name in started if (age := seen.get(name)) is None or age > RETIRED + least)
+    return sorted(name for name in unseen if workers.versions.get(name))
+
+
 def refused_queues(app: Celery, entries: Collection[Entry]) -> Iterator[str]:
     """Yield a sentence for each queue of entries that the broker refuses or may lack, with the remedy or its words."""
     queues = sorted({queue for entry in entries if (queue := queue_of(app, entry))})

@@ -577,6 +577,29 @@ def test_a_worker_that_answers_but_renews_nothing_is_named(findings, cli, bench,
     assert "probably died" not in known + unknown
 
 
+@pytest.mark.parametrize("before", ["never seen", "one of its name has shut down"])
+def test_a_worker_whose_locks_are_on_another_server_is_named(findings, bench, monkeypatch, before):
+    """A release gave it another result backend. A worker of another app, or one that has just started, is not meant."""
+    backend = backend_of(bench.app)
+    backend.announce(worker_name(bench.app, "old@vm"), ttl=60)
+    if before != "never seen":
+        backend.announce(worker_name(bench.app, "new@vm"), ttl=60)
+        backend.retire(worker_name(bench.app, "new@vm"))
+        bench.redis.zincrby("singlebeat:workers", -20, worker_name(bench.app, "new@vm"))
+    bench.put(task=SINGLE)
+    bench.tick()
+    reader = Reader(frozenset({"celery"}), frozenset({SINGLE}), 1, (), up_s=60)
+    others = {"other@vm": replace(reader, tasks=frozenset({"theirs"})), "young@vm": replace(reader, up_s=1)}
+    readers = {"old@vm": reader, "new@vm": reader, **others}
+    monkeypatch.setattr(Workers, "ask", lambda _: answering(**readers))
+
+    (found,) = [found for found in findings("workers", app=bench.app) if "announced" in found[1]]
+
+    measured(found[1])
+    assert found[0] == "problem"
+    assert found[1].startswith("new@vm answers and runs e, and has not announced itself at the locks' server redis://")
+
+
 def test_entries_that_a_moved_app_has_left_are_to_be_deleted(findings, cli, bench):
     """The app has a prefix of its own by now: its entries run there, and here once more."""
     left = ("b1", "b 2")

@@ -15,13 +15,23 @@ from ...beat.delivery import PREFETCH, Delivery, listed, queue_of, unless
 from ...beat.entries.statics import owner_of
 from ...beat.server_time import DIFFERS_FROM, UNFIT_FROM
 from ...beat.status import counted
+from ...beat.store.probe import lock_place
 from ...config import Config
 from ...connections import RedisError, broker_place
 from ...errors import ConfigError, LockBackendError, SinglebeatError
 from ...locks.modes import LockMode, is_singleton, overlap_for
 from ...overlap import Overlap
 from ..locks import every
-from ..workers import NoQuestionsError, Workers, ahead_of_server, last_seen, leaving_workers, silent_workers, unheard
+from ..workers import (
+    NoQuestionsError,
+    Workers,
+    ahead_of_server,
+    last_seen,
+    leaving_workers,
+    silent_workers,
+    unheard,
+    unknown_workers,
+)
 from .entries import why_over
 from .finding import MOST_NAMED, Finding, Read, of_locks
 
@@ -263,6 +273,19 @@ def _unheard(app: Celery, schedule: Read, workers: Workers) -> Iterator[Finding]
             "network, a wrong password in singleton_backend_url, or a command that its user lacks there"
         )
         yield Finding("problem", "workers", text)
+    if schedule.locks_error is not None or not schedule.workers_seen:  # it is said elsewhere
+        return
+    for worker in unknown_workers(app, workers):
+        reader = workers.readers[worker]  # it may be of another app, with other tasks or queues
+        known = (entry for entry in _locked(app, schedule) if entry.task in reader.tasks)
+        if names := sorted(entry.name for entry in known if queue_of(app, entry) in reader.queues):
+            text = (
+                f"{worker} answers and runs {listed(names)}, and has not announced itself at the locks' server "
+                f"{lock_place(app)}. If that lasts, it looks after locks on another server: it frees none here, so "
+                "further runs are skipped until beat takes each message for lost. Let its settings name this one "
+                "(singleton_backend_url, else result_backend)"
+            )
+            yield Finding("problem", "workers", text)
 
 
 def _versions(versions: Mapping[str, str]) -> Iterator[Finding]:
