@@ -772,6 +772,20 @@ def test_a_task_that_is_gone_is_a_problem_only_where_it_will_be_sent(findings, b
     assert found == levels
 
 
+@pytest.mark.parametrize("option", ["link", "link_error", "chain"])
+def test_a_task_that_an_entry_links_and_no_worker_knows_is_named(findings, bench, monkeypatch, option):
+    reader = Reader(frozenset({"celery"}), frozenset({f"{APP}.plain"}), 1, ())
+    monkeypatch.setattr(Workers, "ask", lambda _: answering(w1=reader))
+    told = [bench.app.signature("shop.tel"), bench.app.signature(f"{APP}.plain")]
+    bench.put(options={option: [json.loads(json.dumps(each)) for each in told]})
+
+    ((level, text),) = findings("entry e")
+
+    measured(text)
+    assert level == "warning"
+    assert text.startswith("no worker that answers knows shop.tel, which its message makes run (link, chain): a worker")
+
+
 def test_a_task_that_only_a_silent_worker_may_know_is_a_warning(findings, bench, cli, monkeypatch):
     """A solo pool answers nothing while it runs a task."""
     reader = Reader(frozenset({"celery"}), frozenset({"another"}), 1, ())

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .definition import JsonObject
     from .entry import Entry
 
-__all__ = ("check_allowed",)
+__all__ = ("check_allowed", "tasks_called")
 
 #: Options that say how a message is sent and run. Any other may refer to further messages, which are not checked.
 PLAIN_OPTIONS = frozenset(
@@ -86,6 +86,14 @@ def check_allowed(entry: Entry, patterns: Sequence[str]) -> None:
             # Another text may be a signature as JSON, with secrets in it: Celery would take it for a name.
             shown = f"task {name}" if PLAIN_NAME.fullmatch(name) else "a task whose name is no plain one"
             raise EntryError(f"it makes {shown} run, which is not among singlebeat_allowed_tasks")
+
+
+def tasks_called(entry: Entry) -> frozenset[str]:
+    """Return the tasks that an entry makes run besides its own, as by ``link`` or a chain; empty if that is unknown."""
+    try:
+        return frozenset(_tasks_of_call(entry.task, entry.args, entry.kwargs, entry.options))
+    except Exception:  # any program may have written what this does not expect
+        return frozenset()
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

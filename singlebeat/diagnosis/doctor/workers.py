@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ... import __version__
 from ...beat.delivery import PREFETCH, Delivery, listed, queue_of, unless
+from ...beat.entries.permission import tasks_called
 from ...beat.entries.statics import owner_of
 from ...beat.server_time import DIFFERS_FROM, UNFIT_FROM
 from ...beat.status import counted
@@ -73,7 +74,6 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
     if not workers.known_tasks:
         yield _none_answers(app, schedule)
         return
-    known = frozenset().union(*workers.known_tasks.values())
     yield Finding("fine", "workers", f"{len(workers.known_tasks)} answer")
     yield from _namesakes(workers)
     if wrong is None and (leaving := listed(leaving_workers(app))):
@@ -96,15 +96,7 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
     silent = silent_workers(app, workers) if wrong is None else ()
     if schedule.state.is_led_by(owner_of(app)):
         yield from _queues(app, schedule, workers, silent)
-    now = datetime.fromtimestamp(schedule.state.now, UTC)
-    for entry in schedule.usable:
-        if entry.task not in known and entry.enabled and not why_over(entry, now):
-            text = f"no worker that answers knows its task {entry.task}: {unless(silent, 'know')}"
-            text += "a worker that gets the message drops it"
-            if apps := schedule.foreign.get(entry.name):
-                text += f". It is an entry of app {listed(apps)}: leave it to that app"
-            is_paused = entry.policy.paused  # it sends none until it is resumed
-            yield Finding("warning" if is_paused or silent else "problem", f"entry {entry.name}", text)
+    yield from _unknown_tasks(schedule, workers, silent)
 
 
 def _namesakes(workers: Workers) -> Iterator[Finding]:
@@ -223,6 +215,26 @@ def _clocks(app: Celery, workers: Workers) -> Iterator[Finding]:
             "both. Countdown, eta and expires of messages go by the clocks of their hosts"
         )
         yield Finding("problem" if abs(ahead) > UNFIT_FROM else "warning", "clock", text)
+
+
+def _unknown_tasks(schedule: Read, workers: Workers, silent: Sequence[str]) -> Iterator[Finding]:
+    """Check that workers know the tasks of entries, and those that these make run."""
+    known = frozenset().union(*workers.known_tasks.values())
+    now = datetime.fromtimestamp(schedule.state.now, UTC)
+    for entry in schedule.usable:
+        if not entry.enabled or why_over(entry, now):
+            continue
+        if called := tasks_called(entry) - known:
+            text = f"no worker that answers knows {listed(sorted(called))}, which its message makes run (link, chain): "
+            text += f"{unless(silent, 'know')}a worker that gets that call drops it"
+            yield Finding("warning", f"entry {entry.name}", text)
+        if entry.task not in known:
+            text = f"no worker that answers knows its task {entry.task}: {unless(silent, 'know')}"
+            text += "a worker that gets the message drops it"
+            if apps := schedule.foreign.get(entry.name):
+                text += f". It is an entry of app {listed(apps)}: leave it to that app"
+            is_paused = entry.policy.paused  # it sends none until it is resumed
+            yield Finding("warning" if is_paused or silent else "problem", f"entry {entry.name}", text)
 
 
 def _locked(app: Celery, schedule: Read) -> Sequence[Entry]:
