@@ -15,6 +15,7 @@ from kombu import Connection
 from kombu.exceptions import OperationalError
 
 from .config import Config
+from .errors import ConfigError
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -93,8 +94,16 @@ def broker_name(connection: Connection) -> str:
 
 
 def own_broker(app: Celery) -> str:
-    """Return the name of the broker that an app sends to."""
-    return broker_name(app.pool.connection)
+    """Return the name of the broker that an app sends to.
+
+    Raises:
+        ConfigError: its URL cannot be read; the message quotes nothing of it, which may be a part of the password.
+    """
+    try:
+        return broker_name(app.pool.connection)
+    except ValueError:
+        why = "broker_url cannot be read: quote what is special in its password (%23 for #, %2F for /, %40 for @)"
+        raise ConfigError(why) from None
 
 
 def is_one_broker(name: str, other: str) -> bool:

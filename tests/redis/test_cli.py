@@ -855,6 +855,20 @@ def test_arguments_that_are_too_deep_are_refused_by_add_and_import(cli, depth, t
     assert "Traceback" not in added + imported
 
 
+@pytest.mark.parametrize("name", ["status", "doctor", "list", "health"])
+@pytest.mark.parametrize("mark", ["#", "/"])
+def test_a_special_character_in_the_password_of_the_broker_is_one_line(cli, server, name, mark):
+    """Python reads it as the end of the host, and names a part of the password as a wrong port."""
+    url = f"amqp://shop:hunter2{mark}x@127.0.0.1:1//"
+    app = make_app(server.celery_url, {"broker_url": url, "redbeat_redis_url": server.url})
+
+    told = cli(name, app=app, code=None)
+
+    assert told.exit_code != 0
+    assert "broker_url cannot be read: quote what is special in its password (%23 for #" in told.output
+    assert "hunter2" not in told.output
+
+
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "web"])
 def test_an_unreachable_server_is_one_line_and_exit_code_2(cli, name):
     away = f"redis://127.0.0.1:{free_port()}/0"
