@@ -14,19 +14,22 @@ from kombu.utils.encoding import safe_repr
 
 from ..locks.modes import is_singleton
 from ..log import Log
+from .backoff import Backoff
 from .calculating_time import LOGGED_FROM
 from .calendar.recurrence import ENDING
 from .entries.code_only import evaluate_lazy
-from .failures import is_transient
+from .failures import in_words, is_transient
 
 if TYPE_CHECKING:
     from .entries.entry import Entry
-    from .failures import Failures
     from .store.claims import Stored
 
 __all__ = ("Answers", "Asking", "asks_code")
 
 log = Log("celery.beat")
+
+#: What fails, as the log names the servers without which messages are not sent.
+OWN_CODE = "what its own code asks"
 
 #: Seconds for which code of the user is asked before others are sent again; the first answer is awaited in any case.
 ASKED_FOR = 0.2
@@ -36,7 +39,7 @@ class Answers(NamedTuple):
     """What code of the user has answered."""
 
     given: Mapping[str, Stored]  #: the entries that can be sent or given up now, with the answers, by their keys
-    failed: Sequence[str]  #: the keys of the entries whose code fails because of a server
+    failed: Mapping[str, float]  #: for how many seconds entries wait whose code has failed just now, by their keys
     wait_s: float  #: seconds until the next of the others is to be asked; infinite if there is none
 
 
@@ -50,8 +53,9 @@ class Asking:
         progress: called before each question.
     """
 
-    def __init__(self, failures: Failures, progress: Callable[[], None]) -> None:
-        self._failures, self._progress = failures, progress
+    def __init__(self, progress: Callable[[], None]) -> None:
+        self._progress = progress
+        self._backoff = Backoff()  #: the failures of such code
         self._again_at: dict[str, float] = {}  #: monotonic: when those are asked again that have failed, by key
         self._said_slow_of = set[str]()  #: the entries whose code was logged as slow, by their keys
 
@@ -62,37 +66,41 @@ class Asking:
         """
         given = {stored.entry.key: stored for stored in wanted if not asks_code(stored.entry)}
         asked = [stored for stored in wanted if stored.entry.key not in given]
-        failed, wait_s, until = list[str](), math.inf, math.inf
+        failed, wait_s, until = dict[str, float](), math.inf, math.inf
         for stored in sorted(asked, key=lambda each: each.pending_score or each.score):
-            key, began = stored.entry.key, monotonic()
-            if (left := max(self._again_at.get(key, 0.0), began if began >= until else 0.0) - began) >= 0:
-                wait_s = min(wait_s, left)
+            key, now = stored.entry.key, monotonic()
+            wait = max(0.0, self._again_at.get(key, now) - now)
+            if wait or now >= until:
+                wait_s = min(wait_s, wait)
                 continue
-            until = min(until, began + ASKED_FOR)
+            until = min(until, now + ASKED_FOR)
             self._progress()
-            if (answer := self._answer(stored)) is None:
-                failed.append(key)
-                wait_s = min(wait_s, self._failures.backoff.seconds(key))
-            else:
+            if (answer := self._answer(stored)) is not None:
                 given[key] = answer
-        return Answers(given, failed, wait_s)
+            else:
+                failed[key] = self._backoff.seconds(key)
+                self._again_at[key] = monotonic() + failed[key]
+        return Answers(given, failed, min([wait_s, *failed.values()]))
 
     def _answer(self, stored: Stored) -> Stored | None:
         """Return an entry with what its code answers, or with its error; None if it is to be asked again."""
-        key = stored.entry.key
-        self._again_at.pop(key, None)
+        entry = stored.entry
+        self._again_at.pop(entry.key, None)
         try:
-            with self.timing(stored.entry):
-                return _answered(stored)
+            with self.timing(entry):
+                answered = _answered(stored)
         except ENDING:
             raise
         except BaseException as exc:  # it may raise anything
             error = exc if isinstance(exc, Exception) else RuntimeError(safe_repr(exc))
-        if not is_transient(error):
-            return replace(stored, error=error)
-        self._failures.note_unanswered(stored.entry, error)
-        self._again_at[key] = monotonic() + self._failures.backoff.seconds(key)
-        return None
+            if is_transient(error):
+                if self._backoff.refused(entry.key):
+                    text, why = "beat: %(entry)s waits, because its own code fails", in_words(error)
+                    log.exception(text, event="refused", entry=entry.name, server=OWN_CODE, reason=why)
+                return None
+            answered = replace(stored, error=error)
+        self._backoff.forget(entry.key)
+        return answered
 
     @contextmanager
     def timing(self, entry: Entry) -> Iterator[None]:

@@ -110,7 +110,7 @@ class Dispatcher:
         self._said_unlocked_of = set[str]()  #: the same of entries, by their keys
         self._said_why_unsent = dict[str, str]()  #: the reason whose traceback was logged last, by the key of an entry
         self.failures = Failures(app, publisher.forget_broker)
-        self.asking = Asking(self.failures, progress)
+        self.asking = Asking(progress)
 
     def check_workers(self, claimed: Sequence[ClaimedOccurrence]) -> bool:
         """Return whether workers free the locks of the plain tasks here; if not, free those of tasks that were pending.

@@ -46,7 +46,6 @@ log = Log("celery.beat")
 
 #: The servers without which messages are not sent, as the log names them.
 BROKER, LOCKS, DATABASE = "the broker", "the locks' server", "a database that its task asks"
-OWN_CODE = "what its own code asks"
 
 #: Seconds between two tries of all commands that locks need, while the locks' server refuses one.
 TRY_LOCKS_EVERY = 1.0
@@ -176,12 +175,6 @@ class Failures:
         if self.backoff.refused(entry.key):
             self._log_refusal(entry, exc)
         return True
-
-    def note_unanswered(self, entry: Entry, exc: Exception) -> None:
-        """Log now and then that code of the user fails for an entry, which waits until it answers."""
-        if self.backoff.refused(entry.key):
-            text = "beat: %(entry)s waits, because its own code fails"
-            log.error(text, event="refused", entry=entry.name, server=OWN_CODE, reason=in_words(exc))
 
     def note_lone(self, failed: Sequence[tuple[Message, Exception]]) -> None:
         """Log the messages that fail again and again, unless their server is known to be unreachable."""

@@ -154,16 +154,15 @@ class Tick:
         decisions = [(claimed, replace(each, outcome=DecisionType.DISPATCHED, reason="")) for claimed, each in sent]
         confirmations = [claimed.confirmation(decision) for claimed, decision in (*over, *decisions)]
         self.store.confirm(confirmations, term)
-        self._postpone(unknown, now)
+        self._postpone({key: self.dispatcher.failures.backoff.seconds(key) for key in unknown}, now)
         self.dispatcher.free([claimed for claimed, _ in over])
         self.dispatcher.failures.backoff.forget(*(claimed.stored.entry.key for claimed, _ in sent))
         self._log(confirmation.decision for confirmation in confirmations)
         return confirmations, [claimed for claimed, decision in decided if decision is None]
 
-    def _postpone(self, keys: Iterable[str], now: datetime) -> None:
-        """Let pending occurrences wait, by the keys of their entries."""
-        seconds = self.dispatcher.failures.backoff.seconds
-        self.store.postpone({key: now + timedelta(seconds=seconds(key)) for key in keys})
+    def _postpone(self, waits_s: Mapping[str, float], now: datetime) -> None:
+        """Let pending occurrences wait for some seconds, by the keys of their entries."""
+        self.store.postpone({key: now + timedelta(seconds=seconds) for key, seconds in waits_s.items()})
 
     def _decide(self, entries: Sequence[Stored], now: datetime, jump: Jump | None) -> tuple[list[Claim], list[float]]:
         """Return a claim for each entry that can be decided about, and for each that waits the seconds until it can.
