@@ -233,7 +233,7 @@ class Request(celery_request.Request):  # type: ignore[misc]
     #: Whether a hard time limit has passed: the body of a request with a ticket lives for a moment after that.
     _past_limit = False
     _over = False
-    #: Whether its message was rejected. Celery only logs it if the broker does not get that, and delivers it again.
+    #: Whether its message is rejected, and the broker is not known to have got that: it delivers it again then.
     _is_rejected = False
     _cancelled = False
     _cut_short = False
@@ -608,10 +608,25 @@ class Request(celery_request.Request):  # type: ignore[misc]
         requeued = requeue and not self.acknowledged
         if requeued:  # first, because the broker may deliver the message within a millisecond
             self._leave_to_next_delivery(at_once=True)
-        self._is_rejected = not (requeue or self.acknowledged)
+        elif self.ticket is not None and not self.acknowledged:
+            self._note_rejection()
         super().reject(requeue)
         if not requeued:
             self.free_if_acknowledged()
+
+    def _note_rejection(self) -> None:
+        """Let the next delivery of the message run, until the broker has got the rejection.
+
+        Celery only logs it if the connection is lost, and where a pool has processes, its loop sends it later.
+        """
+        reject, self._is_rejected = self.message.reject, True
+
+        def note_sent(*args: Any, **options: Any) -> None:
+            reject(*args, **options)
+            self._is_rejected = False
+            renewer_of(self.app).finish(self)
+
+        self.message.reject = note_sent
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: str | int | None, expired: bool) -> None:
         super()._announce_revoked(reason, terminated, signum, expired)

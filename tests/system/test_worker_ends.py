@@ -15,6 +15,7 @@ from celery.schedules import schedule
 from singlebeat import Schedule
 from singlebeat.locks import backend_of
 from singlebeat.locks.base import HEADER, Call, Ref, Ticket
+from singlebeat.locks.key import done_key
 from tests.proxy import Network, Weather
 from tests.support import APP, RedisServer, measured, wait_until, without
 from tests.system.apps import make_app
@@ -416,6 +417,24 @@ def test_a_requeued_message_starts_long_before_the_lease_of_its_run(pool, task, 
     oracle.wait_ended(4)
     free(redis)
     assert oracle.max_concurrent("a") == 1
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent"])
+@pytest.mark.parametrize("task", ["rejecting", "single_rejecting"])
+def test_a_copy_of_a_message_that_was_rejected_is_not_started(pool, task, celery, oracle, app, redis):
+    """A broker that has got the rejection delivers the message no more."""
+    if pool == "gevent":
+        pytest.importorskip("gevent")
+    worker = celery("worker", "-P", pool, "-c", "2").ready()
+    task, lock = app.tasks[f"{APP}.{task}"], "SINGLETONLOCK_{a}"
+    message = {"task_id": "a", "headers": {HEADER: Ticket("a", lock, lock).header()}}
+    task.apply_async(("a", 9, False), **message)
+    oracle.wait_ended(1)
+    wait_until(lambda: redis.zscore(done_key(lock), "a:0"), timeout=30, what="the end without anything unsent")
+
+    task.apply_async(("a", 9, False), **message)
+
+    worker.wait_for(rf"{task.name}\[a\] has run already", timeout=30)
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent"])
