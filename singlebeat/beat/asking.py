@@ -21,6 +21,8 @@ from .entries.code_only import evaluate_lazy
 from .failures import in_words, is_transient
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from .entries.entry import Entry
     from .store.claims import Stored
 
@@ -57,23 +59,28 @@ class Asking:
         self._progress = progress
         self._backoff = Backoff()  #: the failures of such code
         self._again_at: dict[str, float] = {}  #: monotonic: when those are asked again that have failed, by key
+        self._until = math.inf  #: monotonic: until when code is asked in this tick
         self._said_slow_of = set[str]()  #: the entries whose code was logged as slow, by their keys
 
-    def answers(self, wanted: Sequence[Stored]) -> Answers:
-        """Ask for entries until ``ASKED_FOR`` is over, the one that has waited longest first.
+    def begin_tick(self) -> None:
+        """Let code be asked for ``ASKED_FOR`` from its first question on."""
+        self._until = math.inf
+
+    def answers(self, wanted: Sequence[Stored], now: datetime) -> Answers:
+        """Ask for entries as long as the time of the tick is not over, the one first that has waited longest.
 
         Entries that need no code are among the answers as they are.
         """
         given = {stored.entry.key: stored for stored in wanted if not asks_code(stored.entry)}
         asked = [stored for stored in wanted if stored.entry.key not in given]
-        failed, wait_s, until = dict[str, float](), math.inf, math.inf
-        for stored in sorted(asked, key=lambda each: each.pending_score or each.score):
-            key, now = stored.entry.key, monotonic()
-            wait = max(0.0, self._again_at.get(key, now) - now)
-            if wait or now >= until:
+        failed, wait_s = dict[str, float](), math.inf
+        for stored in sorted(asked, key=lambda each: self._waited_s(each, now), reverse=True):
+            key, began = stored.entry.key, monotonic()
+            wait = max(0.0, self._again_at.get(key, began) - began)
+            if wait or began >= self._until:
                 wait_s = min(wait_s, wait)
                 continue
-            until = min(until, now + ASKED_FOR)
+            self._until = min(self._until, began + ASKED_FOR)
             self._progress()
             if (answer := self._answer(stored)) is not None:
                 given[key] = answer
@@ -82,10 +89,14 @@ class Asking:
                 self._again_at[key] = monotonic() + failed[key]
         return Answers(given, failed, min([wait_s, *failed.values()]))
 
+    def _waited_s(self, stored: Stored, now: datetime) -> float:
+        """Return the seconds since an entry was due, or since it may be asked again if its code has failed."""
+        since_due = now.timestamp() - (stored.pending_score or stored.score)
+        return min(since_due, monotonic() - self._again_at.get(stored.entry.key, -math.inf))
+
     def _answer(self, stored: Stored) -> Stored | None:
         """Return an entry with what its code answers, or with its error; None if it is to be asked again."""
         entry = stored.entry
-        self._again_at.pop(entry.key, None)
         try:
             with self.timing(entry):
                 answered = _answered(stored)
@@ -100,6 +111,7 @@ class Asking:
                 return None
             answered = replace(stored, error=error)
         self._backoff.forget(entry.key)
+        self._again_at.pop(entry.key, None)
         return answered
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -313,6 +314,11 @@ def _pending(facts: Facts) -> Iterator[str]:
     elif facts.no_retry:
         why = facts.no_retry
     yield f"The run for {when} is claimed and not confirmed, as task {facts.pending.id}: {why}."
+    if facts.entry is not None and asks_code(facts.entry):
+        yield (
+            "Beat asks your code for its arguments or its lock key first, even if the entry is paused. If that code "
+            f"hangs, pause the entry and give that run up: HDEL {shlex.quote(facts.entry.key)} pending"
+        )
 
 
 def record_at(records: Sequence[Record], at: datetime | None) -> Record | None:

@@ -65,6 +65,7 @@ class Tick:
         #: the parts of beats that are slow. They keep their places at the head of the due entries, so the next tick
         #: reads on behind them, until it reaches the end.
         self._left = 0
+        self._asks_pending_first = False  #: in this tick, code of the user is asked for pending occurrences first
 
     def read(self, now: datetime, share: Share, *, all_pending: bool) -> Due:
         """Read one batch of due entries, and the pending occurrences to be retried, or all pending ones."""
@@ -80,6 +81,7 @@ class Tick:
             jump: the last jump of the clock, if one is known.
         """
         _close_old_connections()
+        self.dispatcher.asking.begin_tick()
         over, upcoming, left = list[Confirmation](), list[float](), due.passed
         for recovered, entries in self._groups(due):
             pending, wait_s = self._answered(recovered, now)
@@ -88,7 +90,7 @@ class Tick:
             confirmed, ready = self._drop(retaken, term, now)
             over += confirmed
             decided, waits_s = self._decide(_without(entries, over), now, jump)
-            wanted, unasked_s = self._ask(decided)
+            wanted, unasked_s = self._ask(decided, now)
             self.store.quarantine.settle()
             if not ready:  # no retaken ones
                 taken_at, retry_at = monotonic(), self._retry_at()  # the decisions may have taken long
@@ -116,12 +118,13 @@ class Tick:
             group.append(stored)
         yield [stored for stored in due.recovered if not asks_code(stored.entry)], ranked[CHEAP]
         yield (), ranked[UNKNOWN] + ranked[EXPENSIVE]
-        yield [stored for stored in due.recovered if asks_code(stored.entry)], ()
-        yield (), asking
+        self._asks_pending_first = not self._asks_pending_first  # the first group may use up the time for questions
+        last = [([stored for stored in due.recovered if asks_code(stored.entry)], ()), ((), asking)]
+        yield from last if self._asks_pending_first else reversed(last)
 
     def _answered(self, recovered: Sequence[Stored], now: datetime) -> tuple[list[Stored], float]:
         """Return those entries with pending occurrences that can be sent now, and the seconds until others can."""
-        answers = self.dispatcher.asking.answers(recovered)
+        answers = self.dispatcher.asking.answers(recovered, now)
         self._postpone(answers.failed, now)
         return [each for stored in recovered if (each := answers.given.get(stored.entry.key))], answers.wait_s
 
@@ -184,10 +187,10 @@ class Tick:
                 self.store.quarantine.add_failing(stored.member, stored.found, exc, again, now)
         return claims, waits_s
 
-    def _ask(self, claims: Sequence[Claim]) -> tuple[list[Claim], list[float]]:
+    def _ask(self, claims: Sequence[Claim], now: datetime) -> tuple[list[Claim], list[float]]:
         """Return claims with what code of the user answers, and for each that waits the seconds until it is asked."""
         asked = [each.stored for each in claims if each.occurrence is not None and not _is_blocked(each.stored)]
-        answers = self.dispatcher.asking.answers(asked)
+        answers = self.dispatcher.asking.answers(asked, now)
         ready = list[Claim]()
         for claim in claims:
             answered = answers.given.get(claim.stored.entry.key)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+import shlex
 import sqlite3
 import time
 from collections.abc import Callable
@@ -97,6 +99,24 @@ def test_a_pause_keeps_code_that_hangs_from_being_asked(bench, app, writes, plac
     assert decided(bench) == {"plain": "dispatched", "asks": "paused"}
 
 
+def test_explain_says_how_to_give_up_a_run_whose_code_hangs(bench, app, writes, cli):
+    """It was triggered, and beat asks its code though the entry is paused."""
+    asked = list[int]()
+    scheduler = scheduled(bench, app, asks={"args": [BeatLazyFunc(asked.append, 1)]})
+    Schedule(app).pause("asks")
+    Schedule(app).trigger("asks")
+
+    (advice,) = re.findall(
+        r"even if the entry is paused.* give that run up: (.*)", cli("explain", "asks", app=app).output
+    )
+    bench.redis.execute_command(*shlex.split(advice))
+    scheduler.tick()
+
+    assert asked == []
+    assert decided(bench) == {"asks": "paused"}
+    assert bench.redis.zcard("redbeat::pending") == 0
+
+
 def test_code_that_answers_after_a_claim_would_be_over_is_sent(bench, app, several_writes, monkeypatch):
     monkeypatch.setattr("singlebeat.beat.several_writes.RETRY_AFTER", 0.2)
     monkeypatch.setattr("singlebeat.beat.tick.RETRY_AFTER", 0.2)
@@ -123,6 +143,36 @@ def test_each_entry_has_its_turn_where_their_code_takes_too_long(bench, app, wri
         bench.redis.zadd("redbeat::schedule", {f"redbeat:{turns[-1]}": time.time()})
 
     assert turns == names * 3
+
+
+def test_code_that_fails_again_and_again_lets_others_have_their_turns(bench, app, writes, monkeypatch):
+    """Each failure is slow, as a connection that times out, and the time for the next one has come by then."""
+    monkeypatch.setattr("singlebeat.beat.asking.ASKED_FOR", 0)
+    failing = {"args": [BeatLazyFunc(Mock(side_effect=ConnectionRefusedError))]}
+    entries = dict.fromkeys("abc", failing)
+    scheduler = scheduled(bench, app, **entries, healthy={"args": [BeatLazyFunc(str)]})
+
+    for _ in range(4):
+        scheduler.tick()
+        again_at = scheduler.dispatcher.asking._again_at
+        again_at.update(dict.fromkeys(again_at, time.monotonic()))
+
+    assert decided(bench) == {"healthy": "dispatched"}
+
+
+def test_a_tick_awaits_one_answer_that_is_slow(bench, app, several_writes, monkeypatch):
+    """Both a run that was claimed before and one that is due now ask code; each has its turn."""
+    monkeypatch.setattr("singlebeat.beat.asking.ASKED_FOR", 0)
+    asked = list[str]()
+    names = ["claimed", "due"]
+    scheduler = scheduled(bench, app, **{name: {"args": [BeatLazyFunc(asked.append, name)]} for name in names})
+    Schedule(app).trigger("claimed")
+
+    for count in (1, 2):
+        scheduler.tick()
+        assert len(asked) == count
+
+    assert sorted(asked) == names
 
 
 def test_paused_runs_whose_code_is_slow_are_dropped_one_by_one(bench, app, several_writes, monkeypatch):
