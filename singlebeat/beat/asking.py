@@ -19,6 +19,7 @@ from .calculating_time import LOGGED_FROM
 from .calendar.recurrence import ENDING
 from .entries.code_only import evaluate_lazy
 from .failures import in_words, is_transient
+from .plain_task import PlainTask
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from .entries.entry import Entry
     from .store.claims import Stored
 
-__all__ = ("Answers", "Asking", "asks_code")
+__all__ = ("Answers", "Asking", "asks_code", "without_code")
 
 log = Log("celery.beat")
 
@@ -131,19 +132,32 @@ class Asking:
 
 def asks_code(entry: Entry) -> bool:
     """Return whether code of the user makes the arguments of an entry's runs, or the keys of their locks."""
-    return not (entry.is_constant and getattr(entry.app.tasks.get(entry.task), "has_pure_keys", True))
+    if not entry.is_constant:
+        return True
+    return entry.lock_key is None and not getattr(entry.app.tasks.get(entry.task), "has_pure_keys", True)
+
+
+def without_code(stored: Stored) -> Stored:
+    """Return an entry whose pending occurrence is not to be sent: only its lock is asked for, whose key is known."""
+    assert stored.pending is not None  # noqa: S101 - for the type checker
+    entry = copy.copy(stored.entry)
+    entry.args, entry.kwargs, entry.lock_key = (), {}, stored.pending.lock
+    return replace(stored, entry=entry)
 
 
 def _answered(stored: Stored) -> Stored:
-    """Return an entry with the arguments and the lock key of its next run.
+    """Return an entry with the arguments and the lock key of its next run; a pending occurrence keeps its key.
 
     Raises:
         Exception: any error of code of the user.
     """
-    entry = copy.copy(stored.entry)
+    entry, app = copy.copy(stored.entry), stored.entry.app
     entry.args, entry.kwargs = evaluate_lazy(entry.args), evaluate_lazy(entry.kwargs)
-    task = entry.app.tasks.get(entry.task)
-    if is_singleton(task) and not task.has_pure_keys:
+    task = app.tasks.get(entry.task)
+    if stored.pending is not None and stored.pending.lock:
+        entry.lock_key = stored.pending.lock
+    elif is_singleton(task) or not hasattr(task, "generate_lock"):  # one of celery-singleton locks itself
+        locked = task if is_singleton(task) else PlainTask(app, entry.task, entry.options, entry.name)
         with suppress(TypeError):  # a run whose arguments do not fit is sent without its lock, which says why
-            entry.lock_key = str(task.generate_lock(entry.task, entry.args, entry.kwargs))
+            entry.lock_key = str(locked.generate_lock(entry.task, entry.args, entry.kwargs))
     return replace(stored, entry=entry)

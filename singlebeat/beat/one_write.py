@@ -98,7 +98,7 @@ class OneWrite:
         self._is_denied = False  #: the last write, for lack of a right
         self._refused = dict[str, str]()  #: why a part of the dispatch of an entry is refused; without name: all claims
         self._proved = ("", "")  #: the markers that were found on the schedule's server
-        self.failed = ""  #: the id of the occurrence whose message has failed last when it was made
+        self.failed = ""  #: the key of the entry whose message has failed last when it was made
         #: Monotonic; infinite while no server has failed since the last write was answered.
         self._patient_until = math.inf if _has_one_address(app) else 0.0
 
@@ -429,8 +429,8 @@ class _Sending:
                 raise self._error from None
             if is_transient(exc) and not is_of_database(exc):  # each further try may take as long
                 self._write()
-                if self.one_write.failed != message.occurrence.id:  # else the message is the cause
-                    self.one_write.failed = message.occurrence.id
+                if self.one_write.failed != message.entry.key:  # else the message is the cause
+                    self.one_write.failed = message.entry.key
                     self.one_write.end_tick(exc)
                 self._is_possible = False
             return

@@ -380,7 +380,7 @@ def admit(task: Task, ticket: Ticket, holder: Holder, request: Context) -> None:
             # has acquired the lock first.
             heir = replace(ticket, waits=True, waited=min(ticket.waited + 1, MOST_WAITS))
             # Shorter than the lease: the run may be over, and its worker about to free the lock.
-            countdown = min(max(1.0, holder.ttl), FIRST_WAIT * 2**ticket.waited)
+            countdown = min(LONGEST_WAIT, max(1.0, holder.ttl), FIRST_WAIT * 2**ticket.waited)
             try:
                 postpone(task, request, heir, countdown=countdown, why="it is running already")
             except (Postponed, Unsent):

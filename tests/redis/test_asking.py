@@ -21,6 +21,7 @@ from singlebeat import Schedule, Scheduler, Singleton
 from singlebeat.beat.store.claims import Store
 from singlebeat.errors import LockBackendError
 from singlebeat.locks import backend_of
+from singlebeat.locks.base import Ticket
 from tests.redis.bench import Bench
 from tests.support import connected, wait_until
 
@@ -181,37 +182,49 @@ def test_a_tick_awaits_one_answer_that_is_slow(bench, app, several_writes, monke
     assert sorted(asked) == names
 
 
-def test_paused_runs_whose_code_is_slow_are_dropped_one_by_one(bench, app, several_writes, monkeypatch):
-    """Their locks are asked for, and so their keys; entries without code come first meanwhile."""
+@pytest.mark.parametrize("place", ["argument", "key"])
+def test_a_claimed_run_that_is_paused_is_dropped_without_a_question(bench, app, several_writes, place):
+    """Its code may be slow, fail or hang by now; only the key of its lock is asked for, which was kept."""
     asked = list[Any]()
 
-    def ask(value: str) -> str:
-        asked.append(decided(bench).get("plain"))
-        return value
+    def ask(*_: object) -> str:
+        asked.append(1)
+        return "a"
 
-    app.task(work, name="own", base=Singleton, unique_on=ask, shared=False, typing=False)
-    names = ["a", "b", "c"]
-    own = {name: {"task": "own", "args": [name]} for name in names}
-    scheduler = scheduled(bench, app, **own, plain={})
-    bench.schedule.pause("plain")
+    scheduler = scheduled(bench, app, asks=asking(ask, place, app, "asks"))
     with connected(before_task_publish, Mock(side_effect=SystemExit)), pytest.raises(SystemExit):
         scheduler.tick()
-    assert bench.redis.zcard("redbeat::pending") == 3
-    bench.redis.delete("redbeat::history")
-    bench.schedule.resume("plain")
-    bench.make_due("plain")
-    for name in names:
-        bench.schedule.pause(name)
+    assert bench.redis.zcard("redbeat::pending") == 1
+    bench.schedule.pause("asks")
     asked.clear()
-    monkeypatch.setattr("singlebeat.beat.asking.ASKED_FOR", 0)
 
     bench.retry_now()
     scheduler.tick()
-    assert asked == ["dispatched"]
+
+    assert (asked, bench.messages, decided(bench)) == ([], [], {"asks": "paused"})
+
+
+@pytest.mark.parametrize("is_singleton", [False, True], ids=["a plain task", "a singleton"])
+def test_what_is_sent_again_has_the_lock_of_the_first_message(bench, app, several_writes, is_singleton):
+    """Its code gives other arguments by then, as the time. By its lock, a worker tells a copy."""
+    backend_of(app).announce("w@h", ttl=60)
+    if is_singleton:
+        app.task(work, name="counts", base=Singleton, shared=False)
+    numbers = itertools.count()
+    scheduler = scheduled(bench, app, counts={"args": [BeatLazyFunc(numbers.__next__)]})
+    confirm, scheduler.store.confirm = scheduler.store.confirm, lambda *_: None  # it is killed before
     scheduler.tick()
+    scheduler.store.confirm = confirm
+    (first,) = bench.messages
+
+    bench.retry_now()
+    ticket = Ticket.of_message(first.headers, first.headers["id"])
+    about = {"lease": 60, "remember_for": 60, "task": "counts", "arguments": ""}
+    backend_of(app).begin(ticket.delivered("n").run, queued=ticket.queued, **about)
     scheduler.tick()
 
-    assert decided(bench) == {"plain": "dispatched", **dict.fromkeys(names, "paused")}
+    assert decided(bench) == {"counts": "dispatched"}
+    assert len(bench.messages) == 1, "beat sees by the lock that the first one has begun"
 
 
 @HANDS_OUT

@@ -577,6 +577,18 @@ def test_a_worker_that_answers_but_renews_nothing_is_named(findings, cli, bench,
     assert "probably died" not in known + unknown
 
 
+def test_workers_are_not_missed_at_a_backend_that_knows_none(findings, bench, monkeypatch):
+    """They answer, and cannot announce themselves in other processes."""
+    monkeypatch.setattr(Workers, "ask", lambda _: answering(w1=Reader(frozenset({"celery"}), frozenset(), 1, ())))
+    app = bench.new_app(singleton_backend_class="singlebeat.locks.inspect:InspectBackend")
+
+    (found,) = [text for _, text in findings("workers", app=app) if "plain tasks" in text or "announced" in text]
+
+    measured(found)
+    assert found.startswith("the lock backend InspectBackend knows no workers: plain tasks are sent without a lock")
+    assert "install" not in found
+
+
 @pytest.mark.parametrize("before", ["never seen", "one of its name has shut down"])
 def test_a_worker_whose_locks_are_on_another_server_is_named(findings, bench, monkeypatch, before):
     """A release gave it another result backend. A worker of another app, or one that has just started, is not meant."""

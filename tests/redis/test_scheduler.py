@@ -1746,33 +1746,6 @@ def test_a_run_waits_for_a_database_that_its_route_asks(bench, caplog):
     assert decided == {"e": "dispatched", "other": "dispatched"}
 
 
-def test_a_claimed_run_is_not_called_paused_while_its_key_is_unknown(bench, several_writes):
-    """An earlier beat may have sent it: only its lock says so."""
-    app, is_away = bench.new_app(), list[bool]()
-
-    def ask(*_: Any) -> str:
-        if is_away:
-            raise sqlite3.OperationalError("database is locked")
-        return "a"
-
-    app.task(die_in_publish, name="own", base=Singleton, unique_on=ask, shared=False, typing=False)
-    bench.put("e", task="own")
-    scheduler = bench.scheduler(app=app)
-    die_in_publish(scheduler)
-    assert bench.redis.zcard("redbeat::pending") == 1
-    bench.schedule.pause("e")
-    is_away.append(True)
-
-    bench.retry_now()
-    scheduler.tick()
-    assert bench.history == []
-
-    is_away.clear()
-    bench.retry_now()
-    scheduler.tick()
-    assert [record["decision"] for record in bench.history] == ["paused"]
-
-
 @pytest.mark.parametrize("error", [sqlite3.OperationalError("locked"), ConnectionRefusedError("no service")], ids=str)
 def test_calls_that_an_own_apply_async_has_sent_are_not_sent_again(bench, error):
     """It sends one for each tenant, and what it does after that fails: at each try it would bill them once more."""

@@ -62,6 +62,9 @@ class Occurrence:
     previous: float | None = None  #: nominal time of the last run before it that was sent
     kind: Kind = Kind.SCHEDULED
     overlap: Overlap | None = None  #: replaces the overlap of the entry
+    #: The key of its lock, if code of the user has made it or the arguments: asked again, it may answer otherwise, and
+    #: what is sent again would be no copy. Empty: the key follows from the entry.
+    lock: str = field(default="", compare=False)
     text: str = field(default="", compare=False, repr=False)  #: as it was read: confirm.lua compares it
 
     @classmethod
@@ -116,6 +119,8 @@ class Occurrence:
             text += f', "kind": "{self.kind}"'
         if self.overlap is not None:
             text += f', "overlap": "{self.overlap}"'
+        if self.lock:
+            text += f', "lock": {json.dumps(self.lock)}'
         return f"{{{text}}}"
 
     @classmethod
@@ -139,6 +144,7 @@ class Occurrence:
                 previous,
                 Kind(raw.get("kind", Kind.SCHEDULED)),
                 None if overlap is None else Overlap(overlap),
+                str(raw.get("lock") or ""),
                 text,
             )
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError, RecursionError) as exc:

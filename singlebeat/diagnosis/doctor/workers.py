@@ -20,7 +20,9 @@ from ...beat.store.probe import lock_place
 from ...config import Config
 from ...connections import RedisError, broker_place
 from ...errors import ConfigError, LockBackendError, SinglebeatError
+from ...locks import backend_of
 from ...locks.modes import LockMode, is_singleton, overlap_for
+from ...locks.redis import RedisBackend
 from ...overlap import Overlap
 from ..locks import every
 from ..workers import (
@@ -51,10 +53,10 @@ MOST_LOCKS = 1000
 
 def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
     """Check that workers answer, know the tasks, read the queues and look after locks."""
-    wrong = schedule.locks_error
+    wrong, answer = schedule.locks_error, schedule.workers is not None and any(schedule.workers.versions.values())
     if wrong is not None:
         yield of_locks(app, wrong) if isinstance(wrong, LockBackendError) else Finding("problem", "locks", str(wrong))
-    elif not schedule.workers_seen and schedule.workers is not None and any(schedule.workers.versions.values()):
+    elif not schedule.workers_seen and answer and isinstance(backend_of(app), RedisBackend):
         text = (
             "workers with singlebeat answer, and none has announced itself at the locks' server yet, which may have "
             f"been emptied: they do so within {Config.of(app).singlebeat_lock_lease / 3:.0f} s. If this stays, their "
@@ -65,7 +67,10 @@ def check_workers(app: Celery, schedule: Read) -> Iterator[Finding]:
         plain = (entry for entry in _locked(app, schedule) if not is_singleton(app.tasks.get(entry.task)))
         names = listed(sorted(entry.name for entry in plain))
         which = f", so that runs of {names} may overlap" if names else ""
-        text = f"no worker with singlebeat was seen: plain tasks are sent without a lock{which}; install it there, too"
+        why, to_do = "no worker with singlebeat was seen", "; install it there, too"
+        if answer:
+            why, to_do = f"the lock backend {backend_of(app).name} knows no workers", ""
+        text = f"{why}: plain tasks are sent without a lock{which}{to_do}"
         yield Finding("warning", "workers", text)
     workers = schedule.workers
     if workers is None:
