@@ -11,6 +11,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 from kombu.utils.encoding import safe_repr
+from kombu.utils.json import dumps, loads
 
 from ..locks.modes import is_singleton
 from ..log import Log
@@ -25,11 +26,15 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from .entries.entry import Entry
+    from .entries.occurrence import Occurrence
     from .store.claims import Stored
 
-__all__ = ("Answers", "Asking", "asks_code", "without_code")
+__all__ = ("Answers", "Asking", "asks_code", "keep_answers")
 
 log = Log("celery.beat")
+
+#: Characters of arguments that are kept with a claimed occurrence.
+MOST_KEPT = 65_536
 
 #: What fails, as the log names the servers without which messages are not sent.
 OWN_CODE = "what its own code asks"
@@ -70,9 +75,9 @@ class Asking:
     def answers(self, wanted: Sequence[Stored], now: datetime) -> Answers:
         """Ask for entries as long as the time of the tick is not over, the one first that has waited longest.
 
-        Entries that need no code are among the answers as they are.
+        Entries that need no code are among the answers as they are, and those whose answers were kept.
         """
-        given = {stored.entry.key: stored for stored in wanted if not asks_code(stored.entry)}
+        given = {stored.entry.key: known for stored in wanted if (known := _known(stored)) is not None}
         asked = [stored for stored in wanted if stored.entry.key not in given]
         failed, wait_s = dict[str, float](), math.inf
         for stored in sorted(asked, key=lambda each: self._waited_s(each, now), reverse=True):
@@ -137,16 +142,33 @@ def asks_code(entry: Entry) -> bool:
     return entry.lock_key is None and not getattr(entry.app.tasks.get(entry.task), "has_pure_keys", True)
 
 
-def without_code(stored: Stored) -> Stored:
-    """Return an entry whose pending occurrence is not to be sent: only its lock is asked for, whose key is known."""
-    assert stored.pending is not None  # noqa: S101 - for the type checker
-    entry = copy.copy(stored.entry)
-    entry.args, entry.kwargs, entry.lock_key = (), {}, stored.pending.lock
-    return replace(stored, entry=entry)
+def keep_answers(occurrence: Occurrence, entry: Entry) -> Occurrence:
+    """Return an occurrence with what code has answered for it, as far as JSON can keep that as it is."""
+    with suppress(Exception):  # an object's own methods may raise anything
+        arguments = [list(entry.args or ()), dict(entry.kwargs or {})]
+        text = dumps(arguments)
+        if len(text) <= MOST_KEPT and loads(text) == arguments:
+            return replace(occurrence, lock=entry.lock_key or "", arguments=text)
+    return occurrence
+
+
+def _known(stored: Stored) -> Stored | None:
+    """Return an entry that needs no code, or with the answers of its pending occurrence; None if code is asked."""
+    if not asks_code(stored.entry):
+        return stored
+    if stored.pending is None or not stored.pending.arguments:
+        return None
+    with suppress(Exception):  # any program may have written them
+        args, kwargs = loads(stored.pending.arguments)
+        entry = copy.copy(stored.entry)
+        if not entry.is_constant:  # else they may have been edited since then
+            entry.args, entry.kwargs = list(args), dict(kwargs)
+        return replace(stored, entry=entry)
+    return None
 
 
 def _answered(stored: Stored) -> Stored:
-    """Return an entry with the arguments and the lock key of its next run; a pending occurrence keeps its key.
+    """Return an entry with the arguments and the lock key of its next run.
 
     Raises:
         Exception: any error of code of the user.
@@ -154,9 +176,7 @@ def _answered(stored: Stored) -> Stored:
     entry, app = copy.copy(stored.entry), stored.entry.app
     entry.args, entry.kwargs = evaluate_lazy(entry.args), evaluate_lazy(entry.kwargs)
     task = app.tasks.get(entry.task)
-    if stored.pending is not None and stored.pending.lock:
-        entry.lock_key = stored.pending.lock
-    elif is_singleton(task) or not hasattr(task, "generate_lock"):  # one of celery-singleton locks itself
+    if is_singleton(task) or not hasattr(task, "generate_lock"):  # one of celery-singleton locks itself
         locked = task if is_singleton(task) else PlainTask(app, entry.task, entry.options, entry.name)
         with suppress(TypeError):  # a run whose arguments do not fit is sent without its lock, which says why
             entry.lock_key = str(locked.generate_lock(entry.task, entry.args, entry.kwargs))

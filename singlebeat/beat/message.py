@@ -104,9 +104,11 @@ class Message:
     def _key(self, task: LockableTask) -> str:
         """Return the key of its lock; a key that is the same for all runs of the entry is computed once."""
         entry, shared = self.entry, self.stored.entry
-        key = shared.lock_key or str(task.generate_lock(entry.task, entry.args, entry.kwargs))
-        if shared.lock_key is None and shared.is_constant and task.has_pure_keys:
-            shared.lock_key = key
+        key = self.occurrence.lock
+        if not key:
+            key = shared.lock_key or str(task.generate_lock(entry.task, entry.args, entry.kwargs))
+            if shared.lock_key is None and shared.is_constant and task.has_pure_keys:
+                shared.lock_key = key
         check_sendable(key, entry.task, self.occurrence.id)
         return key
 

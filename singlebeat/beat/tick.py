@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta, tzinfo
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from .asking import asks_code, without_code
+from .asking import asks_code, keep_answers
 from .calculating_time import CHEAP, EXPENSIVE, UNKNOWN
 from .calendar.zone import app_zone
 from .decide import claim_for, dropped
@@ -124,9 +124,7 @@ class Tick:
 
     def _answered(self, recovered: Sequence[Stored], now: datetime) -> tuple[list[Stored], float]:
         """Return those entries with pending occurrences that can be sent now, and the seconds until others can."""
-        zone = app_zone(self.app)
-        wanted = [without_code(each) if _is_dropped(each, now, zone=zone) else each for each in recovered]
-        answers = self.dispatcher.asking.answers(wanted, now)
+        answers = self.dispatcher.asking.answers(recovered, now)
         self._postpone(answers.failed, now)
         return [each for stored in recovered if (each := answers.given.get(stored.entry.key))], answers.wait_s
 
@@ -199,7 +197,7 @@ class Tick:
             if claim.occurrence is None or answered is claim.stored:
                 ready.append(claim)
             elif answered is not None:
-                occurrence = replace(claim.occurrence, lock=answered.entry.lock_key or "")
+                occurrence = keep_answers(claim.occurrence, answered.entry)
                 ready.append(replace(claim, stored=answered, occurrence=occurrence))
         return ready, [answers.wait_s] * (len(claims) - len(ready))
 
@@ -242,12 +240,6 @@ def _close_old_connections() -> None:
 def _is_blocked(stored: Stored) -> bool:
     """Return whether code would be asked in vain: an earlier occurrence was not yet sent when the entry was read."""
     return stored.pending is not None and asks_code(stored.entry)
-
-
-def _is_dropped(stored: Stored, now: datetime, *, zone: tzinfo) -> bool:
-    """Return whether a pending occurrence is not to be sent any more, and the key of its lock is known."""
-    pending = stored.pending
-    return pending is not None and pending.lock != "" and dropped(stored, pending, now, zone=zone) is not None
 
 
 def _without(entries: Sequence[Stored], over: Sequence[Confirmation]) -> list[Stored]:

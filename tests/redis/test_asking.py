@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shlex
 import sqlite3
 import time
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 from unittest.mock import Mock
 
@@ -184,7 +186,7 @@ def test_a_tick_awaits_one_answer_that_is_slow(bench, app, several_writes, monke
 
 @pytest.mark.parametrize("place", ["argument", "key"])
 def test_a_claimed_run_that_is_paused_is_dropped_without_a_question(bench, app, several_writes, place):
-    """Its code may be slow, fail or hang by now; only the key of its lock is asked for, which was kept."""
+    """Its code may be slow, fail or hang by now: its answers were kept."""
     asked = list[Any]()
 
     def ask(*_: object) -> str:
@@ -205,8 +207,9 @@ def test_a_claimed_run_that_is_paused_is_dropped_without_a_question(bench, app, 
 
 
 @pytest.mark.parametrize("is_singleton", [False, True], ids=["a plain task", "a singleton"])
-def test_what_is_sent_again_has_the_lock_of_the_first_message(bench, app, several_writes, is_singleton):
-    """Its code gives other arguments by then, as the time. By its lock, a worker tells a copy."""
+@pytest.mark.parametrize("release", ["as before", "with a constant"])
+def test_what_is_sent_again_has_the_lock_of_the_first_message(bench, app, several_writes, is_singleton, release):
+    """Its code gives other arguments by then, as the time. By its lock, beat and workers tell a copy."""
     backend_of(app).announce("w@h", ttl=60)
     if is_singleton:
         app.task(work, name="counts", base=Singleton, shared=False)
@@ -216,15 +219,81 @@ def test_what_is_sent_again_has_the_lock_of_the_first_message(bench, app, severa
     scheduler.tick()
     scheduler.store.confirm = confirm
     (first,) = bench.messages
+    if release == "with a constant":
+        app.conf.beat_schedule = {"counts": {"task": "counts", "schedule": HOUR, "args": ["a"]}}
+        scheduler.close()
+        scheduler = bench.scheduler(app=app)
 
-    bench.retry_now()
     ticket = Ticket.of_message(first.headers, first.headers["id"])
     about = {"lease": 60, "remember_for": 60, "task": "counts", "arguments": ""}
     backend_of(app).begin(ticket.delivered("n").run, queued=ticket.queued, **about)
+    bench.retry_now()
     scheduler.tick()
 
     assert decided(bench) == {"counts": "dispatched"}
     assert len(bench.messages) == 1, "beat sees by the lock that the first one has begun"
+    if release == "with a constant":
+        Schedule(app).trigger("counts")
+        scheduler.tick()
+        second = bench.messages[1].headers
+        assert Ticket.of_message(second, second["id"]).key != ticket.key
+
+
+def test_a_run_that_could_not_be_sent_is_sent_with_its_first_arguments(bench, app, several_writes):
+    """Its lock has the key of these; and each question may take the next number of a sequence."""
+    numbers = itertools.count()
+    scheduler = scheduled(bench, app, e={"args": [BeatLazyFunc(numbers.__next__), BeatLazyFunc(datetime.now)]})
+    with connected(before_task_publish, Mock(side_effect=SystemExit)), pytest.raises(SystemExit):
+        scheduler.tick()
+
+    bench.retry_now()
+    scheduler.tick()
+
+    assert [message.args[0] for message in bench.messages] == [0]
+    assert next(numbers) == 1
+
+
+def test_a_claimed_run_is_sent_with_arguments_that_were_edited_since(bench, app, several_writes):
+    app.task(work, name="own", base=Singleton, unique_on=Mock(return_value="a"), shared=False, typing=False)
+    scheduler = scheduled(bench, app, own={"args": ["before"]})
+    with connected(before_task_publish, Mock(side_effect=SystemExit)), pytest.raises(SystemExit):
+        scheduler.tick()
+    Schedule(app).upsert("own", "own", HOUR, args=["after"])
+
+    bench.retry_now()
+    scheduler.tick()
+
+    assert [message.args for message in bench.messages] == [["after"]]
+
+
+@pytest.mark.parametrize("answer", [{1, 2}, (1, 2)], ids=["a set", "a tuple"])
+def test_an_answer_that_json_cannot_keep_is_asked_for_again(bench, several_writes, answer):
+    app = bench.new_app(task_serializer="pickle", accept_content=["json", "pickle"])
+    ask = Mock(return_value=answer)
+    scheduler = scheduled(bench, app, e={"args": [BeatLazyFunc(ask)]})
+    with connected(before_task_publish, Mock(side_effect=SystemExit)), pytest.raises(SystemExit):
+        scheduler.tick()
+
+    bench.retry_now()
+    scheduler.tick()
+
+    assert ask.call_count == 2
+    assert decided(bench) == {"e": "dispatched"}
+
+
+@pytest.mark.parametrize("spoilt", ["[", "[1, 2]", "{}", "[[], {}, 3]"])
+def test_answers_that_another_program_has_spoilt_are_asked_for_again(bench, app, several_writes, spoilt):
+    scheduler = scheduled(bench, app, e={"args": [BeatLazyFunc(lambda: "asked")]})
+    with connected(before_task_publish, Mock(side_effect=SystemExit)), pytest.raises(SystemExit):
+        scheduler.tick()
+    pending = json.loads(bench.redis.hget("redbeat:e", "pending"))
+    bench.redis.hset("redbeat:e", "pending", json.dumps({**pending, "arguments": spoilt}))
+
+    bench.retry_now()
+    scheduler.tick()
+
+    assert [message.args for message in bench.messages] == [["asked"]]
+    assert decided(bench) == {"e": "dispatched"}
 
 
 @HANDS_OUT
