@@ -143,11 +143,10 @@ def asks_code(entry: Entry) -> bool:
 
 
 def keep_answers(occurrence: Occurrence, entry: Entry) -> Occurrence:
-    """Return an occurrence with what code has answered for it, as far as JSON can keep that as it is."""
+    """Return an occurrence with what code has answered for it, if JSON can keep that; a tuple becomes a list."""
     with suppress(Exception):  # an object's own methods may raise anything
-        arguments = [list(entry.args or ()), dict(entry.kwargs or {})]
-        text = dumps(arguments)
-        if len(text) <= MOST_KEPT and loads(text) == arguments:
+        text = dumps([entry.args or (), entry.kwargs or {}])
+        if len(text) <= MOST_KEPT and dumps(loads(text)) == text:
             return replace(occurrence, lock=entry.lock_key or "", arguments=text)
     return occurrence
 
