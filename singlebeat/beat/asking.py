@@ -145,9 +145,9 @@ def asks_code(entry: Entry) -> bool:
 def keep_answers(occurrence: Occurrence, entry: Entry) -> Occurrence:
     """Return an occurrence with what code has answered for it, if JSON can keep that; a tuple becomes a list."""
     with suppress(Exception):  # an object's own methods may raise anything
-        text = dumps([entry.args or (), entry.kwargs or {}])
+        text = entry.call_as_json
         if len(text) <= MOST_KEPT and dumps(loads(text)) == text:
-            return replace(occurrence, lock=entry.lock_key or "", arguments=text)
+            return replace(occurrence, lock=entry.lock_key or "", call=text)
     return occurrence
 
 
@@ -155,14 +155,15 @@ def _known(stored: Stored) -> Stored | None:
     """Return an entry that needs no code, or with the answers of its pending occurrence; None if code is asked."""
     if not asks_code(stored.entry):
         return stored
-    if stored.pending is None or not stored.pending.arguments:
+    if stored.pending is None or not stored.pending.call:
         return None
     with suppress(Exception):  # any program may have written them
-        args, kwargs = loads(stored.pending.arguments)
+        _, args, kwargs = loads(stored.pending.call)
         entry = copy.copy(stored.entry)
-        if not entry.is_constant:  # else they may have been edited since then
+        if not entry.is_constant:
             entry.args, entry.kwargs = list(args), dict(kwargs)
-        return replace(stored, entry=entry)
+        if entry.call_as_json == stored.pending.call:  # else it was edited since then
+            return replace(stored, entry=entry)
     return None
 
 

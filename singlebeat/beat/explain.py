@@ -314,7 +314,7 @@ def _pending(facts: Facts) -> Iterator[str]:
     elif facts.no_retry:
         why = facts.no_retry
     yield f"The run for {when} is claimed and not confirmed, as task {facts.pending.id}: {why}."
-    if facts.entry is not None and asks_code(facts.entry) and not facts.pending.arguments:
+    if facts.entry is not None and asks_code(facts.entry) and not facts.pending.call:
         yield (
             "Beat asks your code for its arguments or its lock key first, even if the entry is paused. If that code "
             f"hangs, pause the entry and give that run up: HDEL {shlex.quote(facts.entry.key)} pending"

@@ -104,13 +104,19 @@ class Message:
     def _key(self, task: LockableTask) -> str:
         """Return the key of its lock; a key that is the same for all runs of the entry is computed once."""
         entry, shared = self.entry, self.stored.entry
-        key = self.occurrence.lock
-        if not key:
+        if not (key := self._kept_key()):
             key = shared.lock_key or str(task.generate_lock(entry.task, entry.args, entry.kwargs))
             if shared.lock_key is None and shared.is_constant and task.has_pure_keys:
                 shared.lock_key = key
         check_sendable(key, entry.task, self.occurrence.id)
         return key
+
+    def _kept_key(self) -> str:
+        """Return the key that its occurrence was claimed with; empty if none was kept, or if the entry was edited."""
+        with suppress(Exception):  # JSON may not have an argument
+            if self.occurrence.lock and self.entry.call_as_json == self.occurrence.call:
+                return self.occurrence.lock
+        return ""
 
     @property
     def goes_its_own_way(self) -> bool:

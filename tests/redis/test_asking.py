@@ -209,8 +209,7 @@ def test_a_claimed_run_that_is_paused_is_dropped_without_a_question(bench, app, 
 
 
 @pytest.mark.parametrize("is_singleton", [False, True], ids=["a plain task", "a singleton"])
-@pytest.mark.parametrize("release", ["as before", "with a constant"])
-def test_what_is_sent_again_has_the_lock_of_the_first_message(bench, app, several_writes, is_singleton, release):
+def test_what_is_sent_again_has_the_lock_of_the_first_message(bench, app, several_writes, is_singleton):
     """Its code gives other arguments by then, as the time. By its lock, beat and workers tell a copy."""
     backend_of(app).announce("w@h", ttl=60)
     if is_singleton:
@@ -221,11 +220,6 @@ def test_what_is_sent_again_has_the_lock_of_the_first_message(bench, app, severa
     scheduler.tick()
     scheduler.store.confirm = confirm
     (first,) = bench.messages
-    if release == "with a constant":
-        app.conf.beat_schedule = {"counts": {"task": "counts", "schedule": HOUR, "args": ["a"]}}
-        scheduler.close()
-        scheduler = bench.scheduler(app=app)
-
     ticket = Ticket.of_message(first.headers, first.headers["id"])
     about = {"lease": 60, "remember_for": 60, "task": "counts", "arguments": ""}
     backend_of(app).begin(ticket.delivered("n").run, queued=ticket.queued, **about)
@@ -234,11 +228,6 @@ def test_what_is_sent_again_has_the_lock_of_the_first_message(bench, app, severa
 
     assert decided(bench) == {"counts": "dispatched"}
     assert len(bench.messages) == 1, "beat sees by the lock that the first one has begun"
-    if release == "with a constant":
-        Schedule(app).trigger("counts")
-        scheduler.tick()
-        second = bench.messages[1].headers
-        assert Ticket.of_message(second, second["id"]).key != ticket.key
 
 
 @pytest.mark.parametrize("answer", [datetime.now, lambda: (uuid4(), "a"), lambda: {"a": (Decimal(1), None, 1.5)}])
@@ -256,17 +245,24 @@ def test_a_run_that_could_not_be_sent_is_sent_with_its_first_arguments(bench, ap
     assert next(numbers) == 1
 
 
-def test_a_claimed_run_is_sent_with_arguments_that_were_edited_since(bench, app, several_writes):
-    app.task(work, name="own", base=Singleton, unique_on=Mock(return_value="a"), shared=False, typing=False)
+@pytest.mark.parametrize("edited", ["arguments", "task"])
+def test_a_claimed_run_is_sent_as_it_was_edited_since_under_a_lock_of_that(bench, app, several_writes, edited):
+    """Else an equal call of a program would run beside it, and a call of before would be refused."""
+    for name in ("own", "other"):
+        app.task(work, name=name, base=Singleton, unique_on=lambda *args: args, shared=False, typing=False)
     scheduler = scheduled(bench, app, own={"args": ["before"]})
     with connected(before_task_publish, Mock(side_effect=SystemExit)), pytest.raises(SystemExit):
         scheduler.tick()
-    Schedule(app).upsert("own", "own", HOUR, args=["after"])
+    task, args = ("own", ["after"]) if edited == "arguments" else ("other", ["before"])
+    Schedule(app).upsert("own", task, HOUR, args=args)
 
     bench.retry_now()
     scheduler.tick()
 
-    assert [message.args for message in bench.messages] == [["after"]]
+    (message,) = bench.messages
+    assert (message.headers["task"], message.args) == (task, args)
+    key = app.tasks[task].generate_lock(task, args, {})
+    assert Ticket.of_message(message.headers, message.headers["id"]).key == key
 
 
 @pytest.mark.parametrize("answer", [{1, 2}, range(3)], ids=["a set", "a range"])
@@ -284,13 +280,13 @@ def test_an_answer_that_json_cannot_keep_is_asked_for_again(bench, several_write
     assert decided(bench) == {"e": "dispatched"}
 
 
-@pytest.mark.parametrize("spoilt", ["[", "[1, 2]", "{}", "[[], {}, 3]"])
+@pytest.mark.parametrize("spoilt", ["[", "[1, 2]", "{}", "[[], {}, 3]", '["other", [], {}]'])
 def test_answers_that_another_program_has_spoilt_are_asked_for_again(bench, app, several_writes, spoilt):
     scheduler = scheduled(bench, app, e={"args": [BeatLazyFunc(lambda: "asked")]})
     with connected(before_task_publish, Mock(side_effect=SystemExit)), pytest.raises(SystemExit):
         scheduler.tick()
     pending = json.loads(bench.redis.hget("redbeat:e", "pending"))
-    bench.redis.hset("redbeat:e", "pending", json.dumps({**pending, "arguments": spoilt}))
+    bench.redis.hset("redbeat:e", "pending", json.dumps({**pending, "call": spoilt}))
 
     bench.retry_now()
     scheduler.tick()

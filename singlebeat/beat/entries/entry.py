@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from celery.app import app_or_default
 from celery.schedules import BaseSchedule
+from kombu.utils.json import dumps
 from redbeat import RedBeatSchedulerEntry
 from redbeat.schedulers import RedBeatConfig
 
@@ -226,6 +227,15 @@ class Entry(RedBeatSchedulerEntry):  # type: ignore[misc]
     def is_constant(self) -> bool:
         """Whether all its runs get the same arguments."""
         return not has_lazy(self.args) and not has_lazy(self.kwargs)
+
+    @property
+    def call_as_json(self) -> str:
+        """Its task and arguments in kombu's JSON.
+
+        Raises:
+            Exception: JSON cannot have an argument.
+        """
+        return str(dumps([self.task, self.args or (), self.kwargs or {}]))
 
     @property
     def timetable(self) -> Timetable:

@@ -62,10 +62,10 @@ class Occurrence:
     previous: float | None = None  #: nominal time of the last run before it that was sent
     kind: Kind = Kind.SCHEDULED
     overlap: Overlap | None = None  #: replaces the overlap of the entry
-    #: The key of its lock, and JSON of its arguments, if code of the user has made one of them: asked again, it may
-    #: answer otherwise, and what is sent again would be no copy. Empty: they follow from the entry, or are asked again.
+    #: The key of its lock, and JSON of task and arguments, if code of the user has made one of them: asked again, it
+    #: may answer otherwise, and what is sent again would be no copy. Empty: they follow from the entry, or from code.
     lock: str = field(default="", compare=False)
-    arguments: str = field(default="", compare=False, repr=False)
+    call: str = field(default="", compare=False, repr=False)
     text: str = field(default="", compare=False, repr=False)  #: as it was read: confirm.lua compares it
 
     @classmethod
@@ -120,8 +120,8 @@ class Occurrence:
             text += f', "kind": "{self.kind}"'
         if self.overlap is not None:
             text += f', "overlap": "{self.overlap}"'
-        if self.arguments:
-            text += f', "lock": {json.dumps(self.lock)}, "arguments": {json.dumps(self.arguments)}'
+        if self.call:
+            text += f', "lock": {json.dumps(self.lock)}, "call": {json.dumps(self.call)}'
         return f"{{{text}}}"
 
     @classmethod
@@ -146,7 +146,7 @@ class Occurrence:
                 Kind(raw.get("kind", Kind.SCHEDULED)),
                 None if overlap is None else Overlap(overlap),
                 str(raw.get("lock") or ""),
-                str(raw.get("arguments") or ""),
+                str(raw.get("call") or ""),
                 text,
             )
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError, RecursionError) as exc:
