@@ -36,7 +36,7 @@ log = Log("celery.beat")
 #: Characters of arguments that are kept with a claimed occurrence.
 MOST_KEPT = 65_536
 
-#: What fails, as the log names the servers without which messages are not sent.
+#: What fails, as the log names it.
 OWN_CODE = "what its own code asks"
 
 #: Seconds for which code of the user is asked before others are sent again; the first answer is awaited in any case.
