@@ -122,7 +122,7 @@ class Dispatcher:
         looked_after = bool(plain) and self._ask_for_workers()
         if not looked_after:  # a lock may have been acquired while a worker was seen
             pending = [each for each in plain if each.stored.pending is not None]
-            messages, _ = prepare(self.app, self.report_each(pending), looked_after=True)
+            messages, _ = self.messages(pending, looked_after=True)
             self.release(*(lock for message in messages for lock in message.locks))
         return looked_after
 
@@ -167,7 +167,13 @@ class Dispatcher:
             about = {"entry": message.entry.name, "reason": reason}
             log.warning("beat: %(entry)s is sent without a lock", event="unlocked", **about)
 
-    def report_each(self, claimed: Iterable[ClaimedOccurrence]) -> Iterator[ClaimedOccurrence]:
+    def messages(
+        self, claimed: Iterable[ClaimedOccurrence], *, looked_after: bool
+    ) -> tuple[list[Message], list[tuple[Message, Exception]]]:
+        """Return the messages of occurrences that can be sent, and the others with their errors."""
+        return prepare(self.app, self._report_each(claimed), looked_after=looked_after)
+
+    def _report_each(self, claimed: Iterable[ClaimedOccurrence]) -> Iterator[ClaimedOccurrence]:
         """Yield occurrences, and report progress at each."""
         for each in claimed:
             self.progress()
@@ -299,7 +305,7 @@ class Dispatcher:
         It is None if the locks' server does not answer. An occurrence that has no lock is left out. The others have
         their locks until ``free``.
         """
-        messages, _ = prepare(self.app, self.report_each(claimed), looked_after=True)
+        messages, _ = self.messages(claimed, looked_after=True)
         calls = [Call(ref, message.entry.task, "", UNSENT_TTL) for message in messages for ref in message.run_locks]
         if not calls:
             return {}
@@ -316,7 +322,7 @@ class Dispatcher:
     def free(self, claimed: Sequence[ClaimedOccurrence]) -> None:
         """Free the locks of occurrences that are not to be sent after all; a message of an earlier try is refused."""
         self.failures.backoff.forget(*(each.stored.entry.key for each in claimed))
-        messages, _ = prepare(self.app, self.report_each(claimed), looked_after=True)
+        messages, _ = self.messages(claimed, looked_after=True)
         of_runs = [lock for message in messages for lock in message.run_locks]
         self.release(*of_runs, is_over=True)
         self.release(*(lock for message in messages for lock in message.locks if lock not in message.run_locks))

@@ -31,7 +31,6 @@ from ..outbox import ELSEWHERE_FOR, MOST_CHARACTERS, MOST_MESSAGES, Marker, repo
 from .dispatch import Published, not_published
 from .failures import BROKER, LOCKS, UnreachableBrokerError, in_words, is_of_database, is_refusal, is_transient
 from .leadership.lease import Term
-from .message import prepare
 from .store.claims import ClaimVerdict, Store
 from .store.dispatches import UNRECORDED, Dispatch, Dispatches
 
@@ -144,7 +143,7 @@ class OneWrite:
                 return {}
             if not self._may_be_here():
                 return {}
-            messages, _ = prepare(self.app, self.dispatcher.report_each(wanted), looked_after=looked_after)
+            messages, _ = self.dispatcher.messages(wanted, looked_after=looked_after)
             refused = self.dispatcher.failures.backoff.is_refused
             messages = [each for each in messages if not (each.goes_its_own_way or refused(each.entry.key))]
             sending = _Sending(self, outbox, by_id, term, now, retry_at)

@@ -28,7 +28,6 @@ from ..server_errors import is_key_denied
 from .dispatch import Published, has_begun, not_published
 from .entries.occurrence import DecisionType
 from .failures import BROKER, LOCKS, NoQueueError, causes, is_transient
-from .message import prepare
 from .store.probe import lock_refusal
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ class SeveralWrites:
         others: list[ClaimedOccurrence] = []
         for each in claimed:
             (plain if self.dispatcher.needs_worker(each) else others).append(each)
-        messages, wrong = self._prepare(others, looked_after=True)
+        messages, wrong = self.dispatcher.messages(others, looked_after=True)
         free = [message for message in messages if self._needs_no_lock(message)]
         self._send(free)
         first = {message.occurrence.id for message in free}
@@ -135,7 +134,7 @@ class SeveralWrites:
                 looked_after = self.dispatcher.check_workers(plain)
         except LockBackendError as exc:
             self._outage, looked_after = exc, True  # messages that may need a lock wait
-        more, wrong_too = self._prepare(plain, looked_after=looked_after)
+        more, wrong_too = self.dispatcher.messages(plain, looked_after=looked_after)
         self._give_up(wrong + wrong_too)
         place = {each.occurrence.id: number for number, each in enumerate(claimed)}
         left = self.dispatcher.by_failures(sorted(left + more, key=lambda message: place[message.occurrence.id]))
@@ -153,11 +152,6 @@ class SeveralWrites:
         finally:
             if is_asked:
                 self._release_unsent(free + left)
-
-    def _prepare(
-        self, claimed: Sequence[ClaimedOccurrence], *, looked_after: bool
-    ) -> tuple[list[Message], list[tuple[Message, Exception]]]:
-        return prepare(self.app, self.dispatcher.report_each(claimed), looked_after=looked_after)
 
     def _needs_no_lock(self, message: Message) -> bool:
         """Return whether a message is sent first; one that has failed or may hang comes after the others."""
