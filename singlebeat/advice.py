@@ -1,10 +1,10 @@
-"""The commands that tools advise, as an operator can paste them into a shell."""
+"""The commands that tools advise, as an operator can paste them."""
 
 from __future__ import annotations
 
 import shlex
 
-__all__ = ("command_line",)
+__all__ = ("command_line", "quoted", "redis_command", "to_read")
 
 
 def command_line(verb: str, name: str, *more: str, option: str = "") -> str:
@@ -17,6 +17,43 @@ def command_line(verb: str, name: str, *more: str, option: str = "") -> str:
         more: arguments that follow the name.
         option: with its value.
     """
-    named = shlex.join((name, *more))
+    named = " ".join(map(quoted, (name, *more)))
     words = (option, "--", named) if name.startswith("-") else (named, option)
     return " ".join(("celery", "singlebeat", verb, *filter(None, words)))
+
+
+def redis_command(*words: str) -> str:
+    """Return a command as the prompt of redis-cli takes it.
+
+    A shell takes the same, unless a word has unusual characters; then it runs nothing else, either.
+    """
+    return " ".join(map(_at_the_prompt, words))
+
+
+def to_read(queue: str) -> str:
+    """Return what lets a worker read a queue, as a clause."""
+    if "," in queue:
+        return "give the queue another name, because the -Q of a worker takes a comma for the end of a name"
+    return f"start a worker with -Q {quoted(queue)}"
+
+
+def quoted(word: str) -> str:
+    """Return a word as a shell takes it; one with characters that cannot be seen, as bash and zsh take it."""
+    if word.isprintable():
+        return shlex.quote(word)
+    return "$'{}'".format("".join(_hex(char) if char in "\\'" or not char.isprintable() else char for char in word))
+
+
+def _at_the_prompt(word: str) -> str:
+    if shlex.quote(word) == word:
+        return word
+    if word.isprintable() and not {"'", "\\"} & {*word}:
+        return f"'{word}'"
+    # A shell would put something else in the place of the last three.
+    return '"{}"'.format("".join(_hex(char) if char in '"\\$`!' or not char.isprintable() else char for char in word))
+
+
+def _hex(char: str) -> str:
+    """Return a character as escapes of its bytes; half of a pair, which no name in Redis has, as a question mark."""
+    of_name = "\udc80" <= char <= "\udcff"  # a byte that is no UTF-8
+    return "".join(f"\\x{byte:02x}" for byte in char.encode(errors="surrogateescape" if of_name else "replace"))

@@ -185,6 +185,10 @@ EVENTS: Mapping[str, Event] = {
         "The schedule or the locks are on ``server``, which is one of several brokers: if it fails, workers change to "
         "another broker for good, and beat does not.",
     ),
+    "eager": Event(
+        (WARNING,),
+        "``task_always_eager`` is set: beat runs the tasks itself, in its ticks, and sends no messages.",
+    ),
     "several_writes": Event(
         (INFO,),
         "For ``seconds``, due entries are not decided, locked and sent in one write: ``reason``.",

@@ -42,6 +42,25 @@ ROOT = Path(__file__).resolve().parent.parent
 #: What users read.
 DOCUMENTS = [ROOT / "README.rst", *sorted((ROOT / "docs").rglob("*.rst"))]
 
+#: Names as people and programs give them, and as an attacker would.
+ODD_NAMES = [
+    "plain",
+    "two words",
+    "Bob's report",
+    'a "b"',
+    "$(touch pwned)",
+    "`touch pwned`",
+    "x; touch pwned #",
+    "it's $(touch pwned)",
+    "!! a\\'b",
+    "ends with \\",
+    "no\u00a0break",
+    "a\tb\nc'$(touch pwned)",
+    "\x1b[31mred",
+    "ünïcode 日本",
+    "-x",
+]
+
 APP = "tests.system.apps"
 
 #: The database of the oracle's server that holds its records, apart from the data of the system under test.

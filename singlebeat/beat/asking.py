@@ -19,7 +19,7 @@ from .backoff import Backoff
 from .calculating_time import LOGGED_FROM
 from .calendar.recurrence import ENDING
 from .entries.code_only import evaluate_lazy
-from .failures import in_words, is_transient
+from .failures import OWN_CODE, in_words, is_transient
 from .plain_task import PlainTask
 
 if TYPE_CHECKING:
@@ -35,9 +35,6 @@ log = Log("celery.beat")
 
 #: Characters of arguments that are kept with a claimed occurrence.
 MOST_KEPT = 65_536
-
-#: What fails, as the log names it.
-OWN_CODE = "what its own code asks"
 
 #: Seconds for which code of the user is asked before others are sent again; the first answer is awaited in any case.
 ASKED_FOR = 0.2
@@ -178,6 +175,10 @@ def _answered(stored: Stored) -> Stored:
     task = app.tasks.get(entry.task)
     if is_singleton(task) or not hasattr(task, "generate_lock"):  # one of celery-singleton locks itself
         locked = task if is_singleton(task) else PlainTask(app, entry.task, entry.options, entry.name)
-        with suppress(TypeError):  # a run whose arguments do not fit is sent without its lock, which says why
+        try:
             entry.lock_key = str(locked.generate_lock(entry.task, entry.args, entry.kwargs))
+        except TypeError:
+            if not locked.has_pure_keys:
+                raise
+            # A run whose arguments do not fit, or have no JSON, is sent without its lock, which says why.
     return replace(stored, entry=entry)

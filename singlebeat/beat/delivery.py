@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from ..advice import quoted, to_read
 from ..destination import queue_of_call
 from .status import APART, QUEUES_APART
 
@@ -46,6 +47,7 @@ class Reader:
     slots: int | None  #: how many tasks it can run at once; None: unknown
     busy: Sequence[Busy]
     up_s: float | None = None  #: seconds since it was started, rounded; None: unknown
+    rate_limits: Mapping[str, str] = field(default_factory=dict)  #: of tasks that have one there: how many it starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +95,12 @@ class Delivery:
                 "once the lock is free: celery singlebeat unlock --force, with the id of the message's task"
             )
         if self.silent:
-            return f"{number}{self.unless_read}start a worker with -Q {self.queue}"
+            return f"{number}{self.unless_read}{to_read(self.queue)}"
+        command = f" (celery purge -Q {quoted(self.queue)})" if "," not in self.queue else ""
         return (
-            f"{number}start a worker with -Q {self.queue}. Or delete all messages there, those of other "
-            f"entries, calls and apps, too, if none of them is wanted (celery purge -Q {self.queue}). Beat frees a "
-            "lock then when another run or call meets it, celery singlebeat unlock --stale frees all"
+            f"{number}{to_read(self.queue)}. Or delete all messages there, those of other entries, calls and apps, "
+            f"too, if none of them is wanted{command}. Beat frees a lock then when another run or call meets it, "
+            "celery singlebeat unlock --stale frees all"
         )
 
     @property
@@ -132,6 +135,14 @@ class Delivery:
             f"message; {listed(knowing)} knows it and does not read that queue. Let one worker read the queue and know "
             "the task"
         )
+
+    def limited(self, task: str) -> str:
+        """Return a sentence that a rate limit holds messages of a task back at readers of the queue; empty if none."""
+        limits = {name: limit for name, worker in self.readers.items() if (limit := worker.rate_limits.get(task))}
+        if not limits:
+            return ""
+        shown = listed([f"{name} {limit}" for name, limit in sorted(limits.items())])
+        return f"the rate_limit of the task {task} holds messages back at worker{'s' * (len(limits) > 1)} {shown}"
 
     @property
     def full_since(self) -> datetime | None:

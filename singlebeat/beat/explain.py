@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 import math
 import re
-import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from ..advice import command_line
+from ..advice import command_line, redis_command, to_read
 from ..locks import seconds_until
 from ..locks.redis import RETIRED
 from ..log import without_passwords
@@ -317,7 +316,7 @@ def _pending(facts: Facts) -> Iterator[str]:
     if facts.entry is not None and asks_code(facts.entry) and not facts.pending.call:
         yield (
             "Beat asks your code for its arguments or its lock key first, even if the entry is paused. If that code "
-            f"hangs, pause the entry and give that run up: HDEL {shlex.quote(facts.entry.key)} pending"
+            f"hangs, pause the entry and give that run up: {redis_command('HDEL', facts.entry.key, 'pending')}"
         )
 
 
@@ -554,8 +553,13 @@ def _about(facts: Facts, outcome: str) -> Iterator[str]:
 
 
 def _expires_at_once(facts: Facts) -> str:
-    """Return that no message of an entry can start, because each expires at a moment that has passed; empty if not."""
+    """Return that no message of an entry can start, because each has expired when it is sent; empty if not."""
     expires = expiry_of(facts.entry) if facts.entry is not None else None
+    if isinstance(expires, int | float) and expires <= 0:
+        return (
+            f"Its messages expire when they are sent (expires: {expires:g} s): none can start. Let expires be the "
+            "number of seconds that a message may wait"
+        )
     with suppress(ValueError, TypeError):
         if isinstance(expires, str | datetime) and (seconds_until(expires, facts.now) or 0) < 0:
             return (
@@ -707,12 +711,16 @@ def _delivery(facts: Facts, delivery: Delivery, entry: Entry) -> Iterator[str]:
     if delivery.unread and facts.found_in is not None and facts.found_in.queue == delivery.queue:
         return  # it is said of the message that waits
     if delivery.unread:
-        hint = f"start a worker with -Q {delivery.queue}, or correct the queue of the entry, or task_routes"
+        hint = f"{to_read(delivery.queue)}, or correct the queue of the entry, or task_routes"
         to_do = "" if facts.other_apps else f" To correct it: {hint}."
         yield f"{_sentence(delivery.unread)}: {delivery.unless_read}messages wait there.{to_do}"
     elif wrong := delivery.without(entry.task):
         yield f"{_sentence(wrong)}."
-    if delivery.full and _may_wait(facts) and not _full_holder(facts):
+    if not _may_wait(facts):
+        return
+    if limited := delivery.limited(entry.task):
+        yield f"{_sentence(limited)}: one there waits until its turn has come."
+    elif delivery.full and not _full_holder(facts):
         yield f"{_sentence(delivery.full)}: a message there waits until one of them has ended."
 
 

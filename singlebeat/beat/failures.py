@@ -30,12 +30,14 @@ __all__ = (
     "BROKER",
     "LOCKS",
     "NO_QUEUE",
+    "OWN_CODE",
     "Failures",
     "NoQueueError",
+    "OwnCodeError",
     "UnreachableBrokerError",
     "causes",
     "in_words",
-    "is_of_database",
+    "is_of_own_code",
     "is_refusal",
     "is_transient",
     "is_without_queue",
@@ -45,7 +47,7 @@ __all__ = (
 log = Log("celery.beat")
 
 #: The servers without which messages are not sent, as the log names them.
-BROKER, LOCKS, DATABASE = "the broker", "the locks' server", "a database that its task asks"
+BROKER, LOCKS, OWN_CODE = "the broker", "the locks' server", "what its own code asks"
 
 #: Seconds between two tries of all commands that locks need, while the locks' server refuses one.
 TRY_LOCKS_EVERY = 1.0
@@ -67,6 +69,13 @@ class UnreachableBrokerError(RedisConnectionError):
     """The broker is not reached, which ends a tick like an error of the schedule's server; the message names it."""
 
 
+class OwnCodeError(SchedulingError):  # type: ignore[misc]
+    """Code of the user has failed, as a route or an own ``apply_async``, before beat's producer was to send anything.
+
+    Its cause is the error of that code.
+    """
+
+
 class NoQueueError(SchedulingError):  # type: ignore[misc]
     """No queue of Redis is bound to the exchange of a message with its routing key."""
 
@@ -77,16 +86,27 @@ class NoQueueError(SchedulingError):  # type: ignore[misc]
 def is_transient(exc: Exception) -> bool:
     """Return whether an attempt failed because of a server, so that a retry may succeed.
 
-    The server is unreachable, or refuses what it may allow later. It may be a database that code of the user asks.
+    The server is unreachable, or refuses what it may allow later. It may be one that code of the user asks.
     """
     return any(
         (isinstance(cause, UNREACHABLE) and not _is_of_message(cause)) or may_pass(cause) or is_without_queue(cause)
         for cause in causes(exc)
-    ) or is_of_database(exc)
+    ) or _is_of_database(exc)
 
 
-def is_of_database(exc: BaseException) -> bool:
-    """Return whether a database is the cause that code of the user asks."""
+def is_of_own_code(exc: BaseException) -> bool:
+    """Return whether code of the user has failed that sends nothing and acquires no lock: no server of beat's is away.
+
+    A database is only asked by such code.
+    """
+    if _is_of_database(exc):
+        return True
+    met = list(causes(exc))
+    of_servers = any(isinstance(cause, OperationalError | LockBackendError) for cause in met)
+    return not of_servers and any(isinstance(cause, OwnCodeError) for cause in met)
+
+
+def _is_of_database(exc: BaseException) -> bool:
     return any(
         not isinstance(cause, OperationalError)  # kombu's error of that name wraps any other one
         and not OF_DATABASES.isdisjoint(kind.__name__ for kind in type(cause).__mro__)
@@ -115,8 +135,8 @@ def is_refusal(exc: Exception) -> bool:
 
 def _server_of(exc: BaseException) -> str:
     """Return the server that is behind the error of a message."""
-    if is_of_database(exc):
-        return DATABASE
+    if is_of_own_code(exc):
+        return OWN_CODE
     return LOCKS if any(isinstance(cause, LockBackendError) for cause in causes(exc)) else BROKER
 
 
@@ -128,7 +148,7 @@ def in_words(exc: Exception) -> str:
 
 def unsendable(exc: Exception) -> str:
     """Return why a message can never be sent."""
-    return str(safe_repr(exc.__context__ or exc))
+    return str(safe_repr(exc.__cause__ or exc.__context__ or exc))
 
 
 def is_without_queue(exc: BaseException) -> bool:
@@ -167,10 +187,10 @@ class Failures:
     def is_refused(self, entry: Entry, exc: Exception) -> bool:
         """Return whether the message of one entry cannot be sent for now, and log it now and then.
 
-        The broker answers and refuses it, or a database is away that its task asks.
+        The broker answers and refuses it, or code of the user fails that has to do with it.
         """
         is_of_one = any(is_of_one_message(cause) or is_without_queue(cause) for cause in causes(exc))
-        if not (is_of_one or is_of_database(exc)):
+        if not (is_of_one or is_of_own_code(exc)):
             return False
         if self.backoff.refused(entry.key):
             self._log_refusal(entry, exc)
@@ -185,8 +205,8 @@ class Failures:
     def _log_refusal(self, entry: Entry, exc: Exception) -> None:
         text = "beat: %(server)s answers, and does not take the message of %(entry)s, which stays pending"
         about = {"server": _server_of(exc), "entry": entry.name}
-        if about["server"] == DATABASE:
-            text = "beat: the message of %(entry)s stays pending, because %(server)s fails"
+        if about["server"] == OWN_CODE:
+            text = "beat: the message of %(entry)s stays pending, because its own code fails"
         advice = f": {NO_QUEUE}" if any(map(is_without_queue, causes(exc))) else ""
         log.error(text, event="refused", **about, reason=f"{in_words(exc)}{advice}")
 

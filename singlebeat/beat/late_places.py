@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from datetime import UTC, datetime, timedelta, tzinfo
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from ..advice import redis_command
 from ..connections import schedule_client
 from ..errors import EntryError
 from ..log import LAST_INSTANT
@@ -67,8 +67,8 @@ class LatePlace:
         return "warning" if is_put_off else "fine"
 
     def __str__(self) -> str:
-        place = shlex.join((self.schedule, "0", self.member))
-        advice = f"to let beat correct it: ZADD {place}"
+        place = redis_command("ZADD", self.schedule, "0", self.member)
+        advice = f"to let beat correct it: {place}"
         if self.score < 0:
             return (
                 f"its place in {self.schedule} is {self.score:g}, which means never, although its next time is "
@@ -91,7 +91,7 @@ class LatePlace:
                 times = f", although its next time is {self.first_at:{MOMENT}}" if self.first_at else ", after its end"
             return (
                 f"it has never run, and by its place in {self.schedule} it does not run before {self.at:{MOMENT}}"
-                f"{times}; to run it at once: ZADD {place}"
+                f"{times}; to run it at once: {place}"
             )
         return (
             f"its place in {self.schedule} is {self.at:{MOMENT}}, later than its time, {self.due_at:{MOMENT}}: it does "

@@ -29,7 +29,7 @@ from ..locks.send import why_no_outbox
 from ..log import Log
 from ..outbox import ELSEWHERE_FOR, MOST_CHARACTERS, MOST_MESSAGES, Marker, reports_each, size, takes_outbox
 from .dispatch import Published, not_published
-from .failures import BROKER, LOCKS, UnreachableBrokerError, in_words, is_of_database, is_refusal, is_transient
+from .failures import BROKER, LOCKS, UnreachableBrokerError, in_words, is_of_own_code, is_refusal, is_transient
 from .leadership.lease import Term
 from .store.claims import ClaimVerdict, Store
 from .store.dispatches import UNRECORDED, Dispatch, Dispatches
@@ -343,6 +343,8 @@ def why_several_writes(app: Celery, connection: Connection) -> str:
         return why
     if any(are_by_others(app, "send_task")):
         return "the app has a send_task of its own"
+    if app.conf.task_always_eager:
+        return "task_always_eager is set"
     if not takes_outbox(producer):
         return why_no_outbox(producer)
     broker, locks, client = Marker(), Marker(), cast("RedisBackend", backend_of(app)).redis
@@ -426,7 +428,7 @@ class _Sending:
         except Exception as exc:  # several writes find out what to do about it
             if self._error is not None:
                 raise self._error from None
-            if is_transient(exc) and not is_of_database(exc):  # each further try may take as long
+            if is_transient(exc) and not is_of_own_code(exc):  # each further try may take as long
                 self._write()
                 if self.one_write.failed != message.entry.key:  # else the message is the cause
                     self.one_write.failed = message.entry.key

@@ -18,7 +18,7 @@ from ..locks.base import RUN_HEADER
 from ..outbox import collecting, takes_outbox
 from ..rabbitmq_errors import is_of_one_message
 from .calendar.recurrence import ENDING
-from .failures import NoQueueError, causes, is_without_queue
+from .failures import NoQueueError, OwnCodeError, causes, is_without_queue
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult
@@ -36,6 +36,8 @@ class BeatProducer(Producer):  # type: ignore[misc]
     kombu's own copies a queue for each message, only to find that the queue is declared.
     """
 
+    was_asked = False  #: it was to send a message, or the event about one
+
     def publish(self, *args: object, **options: Any) -> Any:
         """Send a message.
 
@@ -43,6 +45,7 @@ class BeatProducer(Producer):  # type: ignore[misc]
             NoQueueError: kombu has dropped the message of a run, for which its exchange has no queue.
             Exception: any error of the broker, or RabbitMQ has no queue for the message of a run.
         """
+        self.was_asked = True
         headers, connection = options.get("headers") or {}, self.connection
         may_be_dropped = options.get("mandatory") is False
         if (
@@ -92,16 +95,20 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
 
         Raises:
             SchedulingError: it could not be sent.
+            OwnCodeError: the same, and no producer of beat has failed.
         """
         try:
             producer = producer or self._collecting or self.producer
         except Exception as exc:
             raise SchedulingError(f"Couldn't apply scheduled task {entry.name}: {exc}") from exc
+        producer.was_asked = False
         try:
             # Beat awaits no result. Else Celery subscribes to each result, for 19 s if the result backend is down.
             with denied_join_result():
                 return super().apply_async(entry, producer=producer, advance=advance, **kwargs)
         except SchedulingError as exc:
+            if not producer.was_asked:
+                raise OwnCodeError(*exc.args) from exc.__context__
             errors = (*self.connection.connection_errors, *self.connection.channel_errors)
             # A message for an outbox is only made, and each KeyError is for kombu one of a connection to Redis: the
             # other messages need that channel.

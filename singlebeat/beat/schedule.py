@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from itertools import dropwhile, islice, takewhile
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Unpack, overload
 from uuid import uuid4
 
-from ..advice import command_line
+from ..advice import command_line, redis_command
 from ..connections import ResponseError, schedule_client
 from ..errors import ConflictError, EntryError, UnknownEntryError
 from ..log import Log
@@ -469,7 +468,8 @@ class Schedule:
         if len(left) > limit:
             number = f"more than {counted}" if len(left) > counted else len(left)
             raise EntryError(
-                f"backfill of {name!r}: {number} runs are more than the limit of {limit}; raise it if need be"
+                f"backfill of {name!r}: {number} runs are more than the limit of {limit}: choose a shorter span, or "
+                "a higher limit"
             )
         if left and left[-1].nominal > (now := self._now().timestamp()):
             first = next(datetime.fromtimestamp(each.nominal, UTC) for each in left if each.nominal > now)
@@ -573,7 +573,7 @@ class Schedule:
             return ""
         return (
             f"it has no place in {self.keys.schedule}: it never runs; to let it run at once, and then at its next "
-            f"times: ZADD {shlex.join((self.keys.schedule, '0', key))}"
+            f"times: {redis_command('ZADD', self.keys.schedule, '0', key)}"
         )
 
     def without_place(self) -> Iterator[str]:
@@ -591,7 +591,7 @@ class Schedule:
         listed = self.keys.pending
         return (
             f"it is not in {listed}, so that no beat tries it again before the entry is due; to send it: "
-            f"ZADD {shlex.join((listed, '0', key))}"
+            f"{redis_command('ZADD', listed, '0', key)}"
         )
 
     def without_retry(self) -> Iterator[str]:

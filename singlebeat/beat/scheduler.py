@@ -256,7 +256,7 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             raise SystemExit  # again: a library has swallowed the SystemExit of the signal's handler
         if not self._ticked:
             _handle_ending_signals()
-            self._warn_of_brokers()
+            self._warn_of_settings()
         if self._metrics is None and not self._ticked:
             self._metrics = BeatMetrics.served(self.app, self.lease)
         self._ticking, self._ticked, began = True, True, time.monotonic()
@@ -289,7 +289,10 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
             self._in_trouble.clear()
         return delay
 
-    def _warn_of_brokers(self) -> None:
+    def _warn_of_settings(self) -> None:
+        if self.app.conf.task_always_eager:
+            text = "beat: task_always_eager is set, so that beat runs the tasks itself, and entries wait for them"
+            log.warning(text, event="eager")
         with suppress(ConfigError):  # there are no locks, which is logged where one is needed
             if home := home_among_brokers(self.app):
                 text = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from ..advice import command_line
+from ..advice import command_line, redis_command
 from ..broker import is_one_broker, own_broker
 from ..config import Config
 from ..connections import ResponseError, schedule_client
@@ -540,7 +539,7 @@ def _in_words(lost: str, key: str) -> str:
         "--from-now FILE; without --from-now they run for times since the export, even if they have run then). An old "
         "snapshot also brings back entries that were deleted since, and pauses that have ended since: compare celery "
         "singlebeat list, delete those entries and resume these. "
-        f"If nothing differs, DEL {shlex.quote(key)} removes this note"
+        f"If nothing differs, {redis_command('DEL', key)} removes this note"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery.schedules import crontab, schedule
 
-from ..advice import command_line
+from ..advice import command_line, redis_command
 from ..beat.entries.entry import NOTHING, Entry
 from ..beat.entries.policy import EntryPolicy
 from ..beat.entries.schedule_json import why_no_crontab
@@ -253,7 +252,7 @@ def delete_(app: Celery, as_json: bool, name: str) -> None:
         key, kind = left
         text = (
             f"{name}: its place in the schedule and its quarantine are removed{back}. Its key {key} stays, for it is a "
-            f"{kind} of another program. If no program needs that key: DEL {shlex.quote(key)}"
+            f"{kind} of another program. If no program needs that key: {redis_command('DEL', key)}"
         )
         done(as_json, text, name=name, deleted=True, left=key)
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
@@ -11,7 +10,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ..advice import command_line
+from ..advice import command_line, redis_command
 from ..beat.delivery import queue_of
 from ..beat.entries.fields import read_fields
 from ..beat.entries.occurrence import Occurrence
@@ -106,7 +105,7 @@ def _foreign(entries: Schedule, name: str) -> str:
     key, kind = found
     return (
         f". It was deleted, or never stored: it has no place in {entries.keys.schedule}. The key {key} is still there, "
-        f"for it is a {kind} of another program. If no program needs that key: DEL {shlex.quote(key)}"
+        f"for it is a {kind} of another program. If no program needs that key: {redis_command('DEL', key)}"
     )
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from celery.utils.time import rate
+
 from ..beat.delivery import Busy, Delivery, Reader, queue_of
 from ..beat.entries.statics import Statics
 from ..beat.failures import NO_QUEUE
@@ -46,6 +48,9 @@ TIMEOUT = 1.0
 
 #: The questions to all workers. ``active_queues`` and ``stats`` give the queues and the slots of each worker.
 QUESTIONS = ("registered", "active", "active_queues", "stats")
+
+#: What precedes the rate limit of a task in the list of a worker.
+RATE_LIMIT = "rate_limit="
 
 #: The fraction of the lease for which a worker that reaches the locks' server may renew nothing.
 UNHEARD = 0.4
@@ -107,8 +112,8 @@ class Workers:
         known, active, queues, stats = answers
         # Every worker has Celery's own tasks, but does not list them.
         builtins = {name for name in app.tasks if name.startswith("celery.")}
-        # A task with a rate limit or a routing key is listed as "name [rate_limit=1/m]".
-        known_tasks = {worker: frozenset(map(_name, tasks)) | builtins for worker, tasks in known.items()}
+        listed = {worker: dict(map(_name_and_rate_limit, tasks)) for worker, tasks in known.items()}
+        known_tasks = {worker: frozenset(tasks) | builtins for worker, tasks in listed.items()}
         return cls(
             {run["id"]: worker for worker, runs in active.items() for run in runs},
             known_tasks,
@@ -120,6 +125,7 @@ class Workers:
                     _slots(stats[worker]),
                     [Busy(run["name"], run["id"], _started(run)) for run in active[worker]],
                     stats[worker].get("uptime"),
+                    {task: limit for task, limit in listed[worker].items() if limit},
                 )
                 for worker in sorted(known.keys() & active.keys() & queues.keys() & stats.keys())
             },
@@ -324,8 +330,11 @@ def _asking(app: Celery) -> Callable[[str], Sequence[tuple[str, Any]]]:
     return ask
 
 
-def _name(listed_task: str) -> str:
-    return listed_task.partition(" [")[0]
+def _name_and_rate_limit(listed_task: str) -> tuple[str, str]:
+    """Return both of a task that a worker lists as "name [exchange=x rate_limit=1/m]"; the limit is empty if none."""
+    name, _, options = listed_task.partition(" [")
+    limits = [option.removeprefix(RATE_LIMIT) for option in options[:-1].split() if option.startswith(RATE_LIMIT)]
+    return name, next((limit for limit in limits if rate(limit)), "")
 
 
 def _slots(stats: Mapping[str, Any]) -> int | None:

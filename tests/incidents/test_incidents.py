@@ -572,6 +572,21 @@ def test_b9_workers_without_a_free_slot_are_named_with_their_runs(shop, monkeypa
     assert shop.oracle.max_concurrent("waits") == 1
 
 
+def test_b9_a_rate_limit_that_holds_messages_back_is_named(shop):
+    tools, task = shop.tools, f"{APP}.plain"
+    shop.app().control.rate_limit(task, "6/m", reply=True)
+    held = "he rate_limit of the task {} holds messages back at worker .* 6/m: one there waits"
+    incident = Incident("B9 rate limit")
+    shop.put("first")
+    shop.oracle.wait_started(1, "first", timeout=PATIENCE)
+    shop.put("waits", every=1)
+
+    incident.until(tools.say("explain waits", f"^T{held.format(task)}", never="busy|probably"), *shop.is_healthy())
+    incident = Incident("B9 no rate limit")
+    shop.app().control.rate_limit(task, 0, reply=True)
+    incident.until(tools.say("explain waits", gone="rate_limit"))
+
+
 def test_b10_a_bad_cron_is_named_everywhere_until_it_is_corrected(shop):
     tools, when = shop.tools, {"__type__": "crontab", "minute": "99"}
     definition = {"name": "nightly", "task": f"{APP}.plain", "args": ["cron"], "schedule": when}

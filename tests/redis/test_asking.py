@@ -20,6 +20,7 @@ from celery import Celery, Task
 from celery.beat import BeatLazyFunc
 from celery.signals import before_task_publish
 from kombu.messaging import Producer
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from singlebeat import Schedule, Scheduler, Singleton
 from singlebeat.beat.store.claims import Store
@@ -355,6 +356,43 @@ def test_a_run_waits_for_a_service_that_its_code_asks(bench, app, writes, place,
     bench.retry_now()
     scheduler.tick()
     assert decided(bench) == {"plain": "dispatched", "asks": "dispatched"}
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError])
+def test_a_key_function_with_a_bug_is_asked_once_for_a_run(bench, app, writes, error):
+    """What it looks up is missing, and None has no items: a TypeError, as where arguments do not fit the task."""
+    asked = list[int]()
+
+    def ask(*_: object) -> str:
+        asked.append(1)
+        raise error("'NoneType' object is not subscriptable")
+
+    scheduled(bench, app, asks=asking(ask, "key", app, "asks"), plain={}).tick()
+
+    assert asked == [1]
+    assert decided(bench) == {"plain": "dispatched", "asks": "publish_failed"}
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, RedisConnectionError])
+def test_routes_that_fail_hold_up_no_other_entry(bench, app, writes, error, logged):
+    """Each asks a service of flags that is away; entries whose keys are asked for come last in a tick."""
+    routed = {f"routed {number}": {"task": "routed"} for number in range(3)}
+
+    def route(name: str, *_: Any, **__: Any) -> None:
+        if name == "routed":
+            raise error("no flags")
+
+    app.conf.task_routes = (route,)
+    asks = asking(lambda *_: "a", "key", app, "asks")
+    scheduler = scheduled(bench, app, **routed, asks=asks, plain={})
+    scheduler.tick()
+
+    assert decided(bench) == {"plain": "dispatched", "asks": "dispatched"}
+    for _ in range(3):
+        bench.retry_now()
+        scheduler.tick()
+    lines = logged("unreachable", "trouble", "refused")
+    assert {(line["event"], line["server"]) for line in lines} == {("refused", "what its own code asks")}
 
 
 def test_code_that_fails_is_not_asked_in_each_tick(bench, app, writes):

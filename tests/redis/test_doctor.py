@@ -1059,6 +1059,18 @@ def test_an_entry_of_beat_schedule_that_another_program_removed_is_named(finding
     assert findings("entry", app=app) == []
 
 
+@pytest.mark.parametrize("is_eager", [True, False])
+def test_doctor_names_tasks_that_run_inside_of_beat(server, redis, bench_on, findings, is_eager):
+    """The settings of a developer, left on: no message is sent, and the workers have nothing to do."""
+    app = bench_on(server, task_always_eager=is_eager).app
+
+    found = [text for level, text in findings("task_always_eager", app=app) if level == "problem"]
+    (due,) = [text for _, text in findings("due entries", app=app)]
+
+    assert [text.startswith("it is set: beat runs the tasks itself") for text in found] == [True] * is_eager
+    assert ("exactly once" in due) != is_eager
+
+
 @pytest.mark.parametrize("home", ["a broker", "a third server"])
 def test_a_schedule_on_one_of_several_brokers_is_named(server, own_server, redis, bench_on, findings, logged, home):
     """Workers change to the next broker when it fails, and beat comes back to it: no worker reads what it sends."""

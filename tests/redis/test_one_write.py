@@ -872,10 +872,13 @@ def test_large_messages_are_written_in_smaller_batches(bench, redis):
     assert calls_of(redis)["evalsha"] >= 3
 
 
-def test_an_eager_app_runs_its_entries(bench_on, server, redis):
+def test_an_eager_app_runs_its_entries(bench_on, server, redis, logged):
     bench = bench_on(server, task_always_eager=True)
     bench.put()
-    bench.scheduler().tick()
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    scheduler.tick()
 
     assert bench.messages == []
     assert bench.decisions == ["dispatched"]
+    assert len(logged("eager")) == 1

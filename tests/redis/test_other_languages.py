@@ -17,7 +17,8 @@ from celery import Celery
 from redis import Redis
 
 from singlebeat import Schedule
-from tests.support import APP, CeleryLauncher, Oracle, RedisServer, page, wait_until
+from singlebeat.advice import redis_command
+from tests.support import APP, ODD_NAMES, CeleryLauncher, Oracle, RedisServer, page, wait_until
 
 SCHEDULE, HISTORY = "redbeat::schedule", "redbeat::history"
 #: The instant in the docs' example.
@@ -74,6 +75,14 @@ def command_line(path: Path) -> Iterator[Callable[[str], str]]:
             return file.readline().strip()
 
         yield send
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_an_advised_command_means_at_the_prompt_what_it_says(name: str, server: RedisServer, redis: Redis) -> None:
+    with command_line(server.path) as type_in:
+        assert type_in(redis_command("HSET", "told", name, "1")) == ":1"
+
+    assert redis.hgetall("told") == {name: "1"}
 
 
 def documented_commands() -> list[str]:

@@ -1660,7 +1660,7 @@ def test_a_run_stays_pending_while_a_database_that_its_task_asks_is_away(bench, 
 
     scheduler.tick()
     (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert line.getMessage().startswith("beat: the message of e stays pending, because a database that its task asks")
+    assert line.getMessage().startswith("beat: the message of e stays pending, because its own code fails")
     assert "database is locked" in line.getMessage()
     is_locked.clear()
     bench.retry_now()
@@ -1737,7 +1737,7 @@ def test_a_run_waits_for_a_database_that_its_route_asks(bench, caplog):
     scheduler.tick()
     assert {record["entry"]: record["decision"] for record in bench.history} == {"other": "dispatched"}
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert [error for error in errors if "the message of e stays pending, because a database" not in error] == []
+    assert [error for error in errors if "the message of e stays pending, because its own code" not in error] == []
     is_away.clear()
     bench.retry_now()
     scheduler.tick()

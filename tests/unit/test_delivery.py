@@ -89,6 +89,25 @@ def test_workers_that_say_too_little_are_not_called_full(unknown):
     assert Delivery.of("q", {"w": unknown}).full == ""
 
 
+def test_readers_that_hold_a_task_back_for_its_rate_limit_are_named():
+    slow = replace(reader(), rate_limits={"t": "1/h"})
+
+    assert Delivery.of("q", {"w": reader(), "v": slow}).limited("t") == (
+        "the rate_limit of the task t holds messages back at worker v 1/h"
+    )
+    assert Delivery.of("q", {"w": reader(), "v": slow}).limited("u") == ""
+    assert Delivery.of("q", {"w": reader(), "v": replace(slow, queues=frozenset("x"))}).limited("t") == ""
+
+
+def test_messages_of_a_queue_with_a_comma_are_not_purged_by_a_command():
+    """``celery purge -Q celery,low`` deletes the messages of two other queues."""
+    way_out = Delivery.of("celery,low", {"w": reader()}).way_out
+
+    assert way_out.startswith("give the queue another name")
+    assert "purge" not in way_out
+    assert "celery purge -Q 'a b')" in Delivery.of("a b", {"w": reader()}).way_out
+
+
 def test_a_list_names_the_first_few():
     assert listed([*"abcdefg"]) == "a, b, c, d, e and 2 more"
 

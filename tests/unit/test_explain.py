@@ -85,6 +85,8 @@ def test_a_date_of_expiry_that_has_passed_is_named():
         for year in (20, 99)
     )
 
+    at_once = Entry("e", "t", schedule(3600), app=app, last_run_at=NOON, options={"expires": -5})
+    assert "expire when they are sent (expires: -5 s)" in said(record(NOON, end=end), entry=at_once)
     over = "Its messages expire at 2020-01-01T00:00:00Z, which has passed: none can start any more."
     assert said(record(NOON, end=end), entry=past).count(over[:-1]) == 2
     assert "has passed" not in said(record(NOON, end=end), entry=coming)

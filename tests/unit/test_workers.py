@@ -8,13 +8,13 @@ import pytest
 from celery import Celery
 from celery.worker.control import registered
 
-from singlebeat.diagnosis.workers import Workers, _name
+from singlebeat.diagnosis.workers import Workers, _name_and_rate_limit
 
 #: The time that is right while this process's monotonic clock shows 0.
 NOON = 1_800_000_000.0
 
 
-def test_a_task_with_a_rate_limit_is_known_by_its_name():
+def test_a_worker_lists_its_tasks_with_their_rate_limits():
     def work() -> None: ...
 
     app = Celery(set_as_current=False)
@@ -25,7 +25,10 @@ def test_a_task_with_a_rate_limit_is_known_by_its_name():
     listed = registered(SimpleNamespace(app=app))
 
     assert "mail.send [rate_limit=1/m]" in listed
-    assert {*map(_name, listed)} >= {"mail.send", "mail.sort"}
+    assert {*map(_name_and_rate_limit, listed)} >= {("mail.send", "1/m"), ("mail.sort", "")}
+    assert _name_and_rate_limit("mail [exchange=x routing_key=y rate_limit=2/s]") == ("mail", "2/s")
+    assert _name_and_rate_limit("mail [routing_key=y]") == ("mail", "")
+    assert _name_and_rate_limit("mail [rate_limit=0]") == ("mail", ""), "as celery control rate_limit takes one off"
 
 
 @pytest.mark.parametrize(

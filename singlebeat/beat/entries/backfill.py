@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
-from ...advice import command_line
+from ...advice import command_line, redis_command
 from ...errors import ConflictError, EntryError
 from ...overlap import Overlap
 from ..calendar.zone import given_instant
@@ -60,7 +59,7 @@ class Span:
             return cls(**{name: datetime.fromisoformat(value) for name, value in raw.items()}, run=run)
         except (ValueError, TypeError, AttributeError, RecursionError) as exc:
             raise EntryError(
-                f"entry {name!r}: its field backfill cannot be read, HDEL {shlex.quote(key)} backfill: {exc}"
+                f"entry {name!r}: its field backfill cannot be read, {redis_command('HDEL', key, 'backfill')}: {exc}"
             ) from exc
 
     def unfinished(self, name: str, key: str) -> str:
@@ -69,7 +68,7 @@ class Span:
         return (
             f"its backfill from {self.start} to {self.end} is not finished: beat has the runs up to {self.at}; unless "
             f"a process goes on with it, repeat it: {again}; or cancel it: "
-            f"HDEL {shlex.quote(key)} backfill"
+            f"{redis_command('HDEL', key, 'backfill')}"
         )
 
     def resumed(self, text: str | None, name: str, key: str) -> Span:
@@ -85,7 +84,7 @@ class Span:
         if (found.start, found.end) != (self.start, self.end):
             raise ConflictError(
                 f"entry {name!r} has an unfinished backfill from {found.start} to {found.end}: finish it with the same "
-                f"start and end, or cancel it with HDEL {shlex.quote(key)} backfill"
+                f"start and end, or cancel it with {redis_command('HDEL', key, 'backfill')}"
             )
         return found
 

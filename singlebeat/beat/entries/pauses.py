@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -11,6 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from ...advice import quoted
 from ...errors import ConflictError, EntryError
 from ...lua import packed, script
 from ..calendar.zone import given_instant, in_utc
@@ -117,12 +117,12 @@ class Pause:
     def made_by(self) -> str:
         """The command that makes it, as on another server."""
         until = f" --until {self.until.isoformat()}" if self.until is not None else ""
-        note = f" --note {shlex.quote(self.note)}" if self.note else ""
+        note = f" --note {quoted(self.note)}" if self.note else ""
         return f"celery singlebeat pause {self._options}{until}{note}"
 
     @property
     def _options(self) -> str:
-        return "--all" if self.tag is None else f"--tag {shlex.quote(self.tag)}"
+        return "--all" if self.tag is None else f"--tag {quoted(self.tag)}"
 
     def __str__(self) -> str:
         since = f" since {_moment(self.since)}" if self.since is not None else ""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from ...advice import redis_command
 from ...config import Config
 from ...connections import RedisError
 from ...errors import EntryError
@@ -337,8 +337,8 @@ class Statics:
             ):
                 if not isinstance(fields, str) and fields[0] and not _is_same(entries[name], fields[0], fields[2]):
                     why = f"app {', '.join(sorted(others[name]))} has another entry of this name"
-                    hint = f"rename one of them, or, if that app is gone, HDEL {shlex.join((self.keys.owners, name))}"
-                    hint += ": beat tries it again every minute"
+                    remove = redis_command("HDEL", self.keys.owners, name)
+                    hint = f"rename one of them, or, if that app is gone, {remove}: beat tries it again every minute"
                     refused[name] = EntryError(f"{why}: {hint}")
         return refused
 

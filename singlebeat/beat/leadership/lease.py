@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import shlex
 import socket
 import threading
 import time
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from kombu.utils.uuid import uuid
 
+from ...advice import redis_command
 from ...connections import RedisError, ResponseError, schedule_client
 from ...log import Log
 from ...lua import script
@@ -113,8 +113,8 @@ def why_leaderless(client: RedisClient, keys: LeaseKeys) -> str:
             )
         what = f"it holds {number[:40]!r}, which is no number of a term"
     return (
-        f"no beat can lead because of the key {keys.term}: {what}. DEL {shlex.quote(keys.term)} removes it, and the "
-        f"numbers of terms begin anew. {stop}"
+        f"no beat can lead because of the key {keys.term}: {what}. {redis_command('DEL', keys.term)} removes it, "
+        f"and the numbers of terms begin anew. {stop}"
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -13,6 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from ... import signals
+from ...advice import redis_command
 from ...config import Config
 from ...connections import ResponseError
 from ...errors import ConfigError, EntryError
@@ -414,8 +414,8 @@ class Store:
 
     def _fields_of(self, member: str, reply: StoredFields) -> StoredFields:
         if self.keys.entry(member) in self.keys.own:
-            place = shlex.join((self.keys.schedule, member))
-            raise EntryError(f"its key belongs to the schedule itself: remove its place with ZREM {place}")
+            remove = redis_command("ZREM", self.keys.schedule, member)
+            raise EntryError(f"its key belongs to the schedule itself: remove its place with {remove}")
         if isinstance(reply, str):
             raise EntryError(f"its key holds something else than a hash: {reply}")
         return reply

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+from ...advice import redis_command
 from ...connections import RedisError, ResponseError
 from ...server_errors import is_key_denied
 from ..keys import LEASE_KEYS, OWN_KEYS
@@ -47,7 +47,7 @@ class Spoilt(NamedTuple):
             return "grant all keys with that prefix (docs, Rights)"
         text = (
             "another program has written there. Stop that program, and remove the key, so that beat makes it again: "
-            f"DEL {shlex.quote(self.key)} (or RENAME, to keep its data)"
+            f"{redis_command('DEL', self.key)} (or RENAME, to keep its data)"
         )
         if self.key.endswith(":pending"):  # the list of claimed runs that beat tries to send again
             text += ", and run doctor again: it names the claimed runs that are not in the new list"

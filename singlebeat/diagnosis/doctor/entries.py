@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -10,7 +9,7 @@ from datetime import UTC, datetime
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
-from ...advice import command_line
+from ...advice import command_line, redis_command
 from ...beat.calendar.clocked import comes_once
 from ...beat.delivery import listed
 from ...beat.keys import Keys
@@ -108,7 +107,7 @@ def _pauses(schedule: Read) -> Iterator[Finding]:
     key = Keys.of(schedule.app).pauses
     for selector, why in islice(schedule.state.unreadable_pauses.items(), MOST_NAMED):
         if selector:  # else its key is not a hash, which another part says
-            text = f"it pauses nothing, for {why}. To remove it: HDEL {shlex.join((key, selector))}"
+            text = f"it pauses nothing, for {why}. To remove it: {redis_command('HDEL', key, selector)}"
             yield Finding("problem", f"pause {selector}", text)
     for pause in schedule.state.pauses[:MOST_NAMED]:
         count = sum(pause.covers(entry.policy) for entry in schedule.usable)

@@ -28,6 +28,12 @@ from .finding import Finding, Read
 if TYPE_CHECKING:
     from celery import Celery
 
+#: What ``task_always_eager`` does to beat.
+EAGER = (
+    "it is set: beat runs the tasks itself, one after the other, and sends no messages. Entries are late meanwhile, "
+    "and a run that takes longer than singlebeat_watchdog_timeout ends beat. Set it in tests only"
+)
+
 #: Why one of several brokers is no home of a schedule.
 HOME_AMONG_BROKERS = (
     "names several brokers, and {home}, one of them, also keeps the schedule or locks: when it fails, workers change "
@@ -128,6 +134,8 @@ def check_prefixes(app: Celery, schedule: Read) -> Iterator[Finding]:
 def check_settings(app: Celery, _: Read) -> Iterator[Finding]:
     """Check for settings that are valid, and seldom meant."""
     config = Config.of(app)
+    if app.conf.task_always_eager:
+        yield Finding("problem", "task_always_eager", EAGER)
     if config.redbeat_lock_timeout < 2:
         text = f"{config.redbeat_lock_timeout:g} s is short: a pause of the host or of Redis costs leadership"
         yield Finding("warning", "redbeat_lock_timeout", text)

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ... import __version__
+from ...advice import to_read
 from ...beat.delivery import PREFETCH, Delivery, listed, queue_of, unless
 from ...beat.entries.permission import tasks_called
 from ...beat.entries.statics import owner_of
@@ -134,14 +135,13 @@ def _queues(app: Celery, schedule: Read, workers: Workers, silent: Sequence[str]
     for queue, senders in by_queue.items():
         delivery = Delivery.of(queue, workers.readers, silent)
         if delivery.unread:
-            advice = f"Start a worker with -Q {queue}, or correct the queue of the entries, or task_routes"
+            advice = f"{to_read(queue)}, or correct the queue of the entries, or task_routes"
             if apps := sorted({other for entry in senders for other in schedule.foreign.get(entry.name, ())}):
-                left_alone = replace(delivery, other_apps=apps).left_alone
-                advice = f"{left_alone[0].upper()}{left_alone[1:]}"
+                advice = replace(delivery, other_apps=apps).left_alone
             text = (
                 f"{delivery.unread}: {delivery.unless_read}the runs of "
                 f"{listed(sorted(entry.name for entry in senders))} wait there. "
-                f"{waiting_in(schedule, queue)}{advice}"
+                f"{waiting_in(schedule, queue)}{advice[0].upper()}{advice[1:]}"
             )
             yield Finding("warning" if silent else "problem", f"queue {queue}", text)
         for entry in senders:
