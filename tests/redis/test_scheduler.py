@@ -27,6 +27,7 @@ from celery.beat import Service
 from celery.schedules import BaseSchedule, crontab, schedule
 from celery.signals import after_task_publish, beat_init, before_task_publish
 from kombu import Connection, Producer
+from kombu.exceptions import OperationalError
 from redbeat.schedules import rrule
 from redis import Redis
 from redis.client import Pipeline
@@ -1294,7 +1295,7 @@ class RefusedTask(Task):
     """One whose messages never reach the broker, and it seems to be the broker's fault."""
 
     def apply_async(self, *args: Any, **kwargs: Any) -> Any:
-        raise OSError("no route to the host")
+        raise OperationalError("no route to the host")  # kombu's
 
 
 def put_refused(bench: Bench, *names: str) -> Celery:
