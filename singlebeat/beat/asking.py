@@ -10,6 +10,7 @@ from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
+from celery.beat import SchedulingError
 from kombu.utils.encoding import safe_repr
 from kombu.utils.json import dumps, loads
 
@@ -19,7 +20,7 @@ from .backoff import Backoff
 from .calculating_time import LOGGED_FROM
 from .calendar.recurrence import ENDING
 from .entries.code_only import evaluate_lazy
-from .failures import OWN_CODE, in_words, is_transient
+from .failures import OWN_CODE, in_words, is_of_own_code, is_transient
 from .plain_task import PlainTask
 
 if TYPE_CHECKING:
@@ -119,17 +120,19 @@ class Asking:
 
     @contextmanager
     def timing(self, entry: Entry) -> Iterator[None]:
-        """Log, once for each entry, that code of the user takes so long within it that other entries are late.
-
-        An error that leaves it has a line of its own.
-        """
-        began = monotonic()
-        yield
-        seconds = monotonic() - began
-        if seconds >= LOGGED_FROM and entry.key not in self._said_slow_of:
-            self._said_slow_of.add(entry.key)
-            text = "beat: Entry %(entry)s holds up others, because its own code is slow"
-            log.warning(text, event="expensive", entry=entry.name, seconds=seconds)
+        """Log, once for each entry, that code of the user takes so long within it that other entries are late."""
+        began, is_own = monotonic(), True
+        try:
+            yield
+        except SchedulingError as exc:
+            is_own = is_of_own_code(exc)  # else it has waited for a server of beat's
+            raise
+        finally:
+            seconds = monotonic() - began
+            if is_own and seconds >= LOGGED_FROM and entry.key not in self._said_slow_of:
+                self._said_slow_of.add(entry.key)
+                text = "beat: Entry %(entry)s holds up others, because its own code is slow"
+                log.warning(text, event="expensive", entry=entry.name, seconds=seconds)
 
 
 def asks_code(entry: Entry) -> bool:

@@ -95,15 +95,13 @@ def is_transient(exc: Exception) -> bool:
 
 
 def is_of_own_code(exc: BaseException) -> bool:
-    """Return whether code of the user has failed that sends nothing and acquires no lock: no server of beat's is away.
+    """Return whether code of the user has failed, for which no server is away that beat needs itself.
 
     A database is only asked by such code.
     """
-    if _is_of_database(exc):
-        return True
     met = list(causes(exc))
-    of_servers = any(isinstance(cause, OperationalError | LockBackendError) for cause in met)
-    return not of_servers and any(isinstance(cause, OwnCodeError) for cause in met)
+    of_locks = any(isinstance(cause, LockBackendError) for cause in met)
+    return _is_of_database(exc) or (not of_locks and any(isinstance(cause, OwnCodeError) for cause in met))
 
 
 def _is_of_database(exc: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -146,7 +147,14 @@ for name, ago in {"daily": 2, "paused": 0}.items():
 """
 
 
-def test_a_schedule_goes_from_redbeat_and_back_without_a_repeat(shop):
+#: The schedules of entries that other programs write, without what only RedBeat needs.
+BY_PROGRAMS = {
+    "interval": {"__type__": "interval", "every": 1},
+    "rule": {"__type__": "rrule", "freq": "YEARLY", "dtstart": 1_700_000_000},
+}
+
+
+def test_a_schedule_goes_from_redbeat_and_back_without_a_repeat(shop, redis):
     shop.save(BEATS)
     shop.run(DUE)
     shop.start("worker", "-c", "1", "-l", "INFO").ready()
@@ -165,14 +173,23 @@ def test_a_schedule_goes_from_redbeat_and_back_without_a_repeat(shop):
         "Schedule(shop.app).upsert('once', 'shop.bill', clocked('2100-01-01T00:00+00:00'), args=['once'])"
     )
 
+    for name, schedule in BY_PROGRAMS.items():  # the least that singlebeat needs
+        definition = {"task": "shop.bill", "args": [name], "schedule": schedule}
+        redis.hset(f"redbeat:{name}", "definition", json.dumps(definition))
+        redis.zadd("redbeat::schedule", {f"redbeat:{name}": 0})
+    shop.wait_for(interval=1, rule=1)
+
     names, disable = python("how-to/migrate-redbeat")
     assert shop.run(names) == "['once']"
     shop.command("delete", "once")
     assert shop.run(f"{names}\n{disable}").splitlines() == ["[]", "paused"]
     stopped(singlebeat)
     redbeat = shop.start("beat", "-S", OLD, "-l", "INFO")
+    before = shop.runs
     shop.wait_for_ticks()
-    assert (shop.runs["daily"], shop.runs["paused"]) == (1, 0)
+    shop.wait_for(interval=before["interval"] + 1)
+    assert (shop.runs["daily"], shop.runs["paused"], shop.runs["rule"]) == (1, 0, 1)
+    assert redis.keys("redbeat:None") == []
 
     singlebeat = shop.start("beat", "-S", NEW, "-l", "INFO")
     singlebeat.wait_for("Standing by")

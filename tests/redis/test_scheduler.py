@@ -1295,7 +1295,8 @@ class RefusedTask(Task):
     """One whose messages never reach the broker, and it seems to be the broker's fault."""
 
     def apply_async(self, *args: Any, **kwargs: Any) -> Any:
-        raise OperationalError("no route to the host")  # kombu's
+        kwargs["producer"].was_asked = True  # as if its connection had failed
+        raise OperationalError("no route to the host")
 
 
 def put_refused(bench: Bench, *names: str) -> Celery:
