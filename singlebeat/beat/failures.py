@@ -89,27 +89,25 @@ def is_transient(exc: Exception) -> bool:
     The server is unreachable, or refuses what it may allow later. It may be one that code of the user asks.
     """
     return any(
-        (isinstance(cause, UNREACHABLE) and not _is_of_message(cause)) or may_pass(cause) or is_without_queue(cause)
+        (isinstance(cause, UNREACHABLE) and not _is_of_message(cause))
+        or _is_of_database(cause)
+        or may_pass(cause)
+        or is_without_queue(cause)
         for cause in causes(exc)
-    ) or _is_of_database(exc)
+    )
 
 
 def is_of_own_code(exc: BaseException) -> bool:
-    """Return whether code of the user has failed, for which no server is away that beat needs itself.
-
-    A database is only asked by such code.
-    """
+    """Return whether code of the user has failed, for which no server is away that beat needs itself."""
     met = list(causes(exc))
     of_locks = any(isinstance(cause, LockBackendError) for cause in met)
-    return _is_of_database(exc) or (not of_locks and any(isinstance(cause, OwnCodeError) for cause in met))
+    return not of_locks and any(isinstance(cause, OwnCodeError) for cause in met)
 
 
 def _is_of_database(exc: BaseException) -> bool:
-    return any(
-        not isinstance(cause, OperationalError)  # kombu's error of that name wraps any other one
-        and not OF_DATABASES.isdisjoint(kind.__name__ for kind in type(cause).__mro__)
-        for cause in causes(exc)
-    )
+    if isinstance(exc, OperationalError):  # kombu's error of that name wraps any other one
+        return False
+    return not OF_DATABASES.isdisjoint(kind.__name__ for kind in type(exc).__mro__)
 
 
 def causes(exc: BaseException | None) -> Iterator[BaseException]:
