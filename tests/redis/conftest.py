@@ -66,8 +66,8 @@ def probe(app, redis):
 
 
 @pytest.fixture
-def bench_on() -> Iterator[Callable[..., Bench]]:
-    """Make a bench on a server, with settings."""
+def bench_on(redis: Redis) -> Iterator[Callable[..., Bench]]:
+    """Make a bench on a server, with settings; that of this test process is empty at first."""
     benches = []
 
     def make(server: RedisServer, **conf: Any) -> Bench:
