@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
-from celery.beat import SchedulingError
 from kombu.utils.encoding import safe_repr
 from kombu.utils.json import dumps, loads
 
@@ -20,7 +19,7 @@ from .backoff import Backoff
 from .calculating_time import LOGGED_FROM
 from .calendar.recurrence import ENDING
 from .entries.code_only import evaluate_lazy
-from .failures import OWN_CODE, in_words, is_of_own_code, is_transient
+from .failures import OWN_CODE, in_words, is_transient
 from .plain_task import PlainTask
 
 if TYPE_CHECKING:
@@ -100,10 +99,9 @@ class Asking:
 
     def _answer(self, stored: Stored) -> Stored | None:
         """Return an entry with what its code answers, or with its error; None if it is to be asked again."""
-        entry = stored.entry
+        entry, began = stored.entry, monotonic()
         try:
-            with self.timing(entry):
-                answered = _answered(stored)
+            answered = _answered(stored)
         except ENDING:
             raise
         except BaseException as exc:  # it may raise anything
@@ -114,25 +112,18 @@ class Asking:
                     log.exception(text, event="refused", entry=entry.name, server=OWN_CODE, reason=why)
                 return None
             answered = replace(stored, error=error)
+        finally:
+            self.note_time(entry, monotonic() - began)
         self._backoff.forget(entry.key)
         self._again_at.pop(entry.key, None)
         return answered
 
-    @contextmanager
-    def timing(self, entry: Entry) -> Iterator[None]:
-        """Log, once for each entry, that code of the user takes so long within it that other entries are late."""
-        began, is_own = monotonic(), True
-        try:
-            yield
-        except SchedulingError as exc:
-            is_own = is_of_own_code(exc)  # else it has waited for a server of beat's
-            raise
-        finally:
-            seconds = monotonic() - began
-            if is_own and seconds >= LOGGED_FROM and entry.key not in self._said_slow_of:
-                self._said_slow_of.add(entry.key)
-                text = "beat: Entry %(entry)s holds up others, because its own code is slow"
-                log.warning(text, event="expensive", entry=entry.name, seconds=seconds)
+    def note_time(self, entry: Entry, seconds: float) -> None:
+        """Log, once for each entry, that code of the user took so long that other entries are late."""
+        if seconds >= LOGGED_FROM and entry.key not in self._said_slow_of:
+            self._said_slow_of.add(entry.key)
+            text = "beat: Entry %(entry)s holds up others, because its own code is slow"
+            log.warning(text, event="expensive", entry=entry.name, seconds=seconds)
 
 
 def asks_code(entry: Entry) -> bool:

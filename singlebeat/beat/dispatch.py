@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -46,6 +46,8 @@ log = Log("celery.beat")
 
 class Publisher(Protocol):
     """The scheduler as the dispatcher needs it."""
+
+    own_code_s: float  #: how many seconds code of the user took in the last ``publish``, before anything was sent
 
     def publish(self, entry: Entry) -> AsyncResult:
         """Send the task of an entry; raise SchedulingError if it could not be sent."""
@@ -187,11 +189,8 @@ class Dispatcher:
         failures_of = self.failures.backoff.failures_of
         return sorted(messages, key=lambda message: (failures_of(message.entry.key), message.is_sent_by_others))
 
-    def publish(self, message: Message, granted: Granted | None, *, waits: bool) -> object:
+    def publish(self, message: Message, granted: Granted | None) -> object:
         """Send the task of an entry, and return what its ``apply_async`` returns.
-
-        Args:
-            waits: it waits for a server, so that code of the user is not the only cause of a long time.
 
         Raises:
             SchedulingError: it could not be sent.
@@ -199,8 +198,10 @@ class Dispatcher:
         options = message.entry.options
         if granted is not None:
             options["headers"] = {**options["headers"], HEADER: granted.ticket.header()}
-        with nullcontext() if waits else self.asking.timing(message.entry):
+        try:
             return self.publisher.publish(message.entry)
+        finally:
+            self.asking.note_time(message.entry, self.publisher.own_code_s)
 
     def outcome(self, message: Message, holder: Holder | None) -> Granted | Refused | None:
         """Return what the answer of the locks' server means for a message; None if beat acquires no lock for it.

@@ -441,7 +441,7 @@ def _end(facts: Facts, record: Record) -> Iterator[str]:
         when = f" at {_moment(ended.at)}" if ended.at is not None else ""
         yield f"Its end is not in the history, but in the result backend: it ended{when} with {ended.how}."
     elif record.is_sent_otherwise:
-        yield "So workers record no end of it: its message has another id, or lacks the headers of beat."
+        yield "So workers record no end of it."
     elif record.decision == "buffered":
         yield from _waits(facts, record)
     else:

@@ -424,7 +424,7 @@ class _Sending:
             attempt = self._attempt(message, self._answers.get(message.occurrence.id))
             if attempt.has_message:
                 self.outbox.expect(partial(self._take, attempt))
-                self.dispatcher.publish(message, attempt.granted, waits=self.writes_each)
+                self.dispatcher.publish(message, attempt.granted)
         except Exception as exc:  # several writes find out what to do about it
             if self._error is not None:
                 raise self._error from None

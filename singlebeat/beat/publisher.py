@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from celery.beat import Scheduler, SchedulingError
@@ -18,7 +19,7 @@ from ..locks.base import RUN_HEADER
 from ..outbox import collecting, takes_outbox
 from ..rabbitmq_errors import is_of_one_message
 from .calendar.recurrence import ENDING
-from .failures import NoQueueError, OwnCodeError, causes, is_without_queue
+from .failures import NoQueueError, OwnCodeError, causes, is_transient, is_without_queue
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult
@@ -36,7 +37,7 @@ class BeatProducer(Producer):  # type: ignore[misc]
     kombu's own copies a queue for each message, only to find that the queue is declared.
     """
 
-    was_asked = False  #: it was to send a message, or the event about one
+    asked_at: float | None = None  #: monotonic: when it was first to send something since this was reset
 
     def publish(self, *args: object, **options: Any) -> Any:
         """Send a message.
@@ -45,7 +46,8 @@ class BeatProducer(Producer):  # type: ignore[misc]
             NoQueueError: kombu has dropped the message of a run, for which its exchange has no queue.
             Exception: any error of the broker, or RabbitMQ has no queue for the message of a run.
         """
-        self.was_asked = True
+        if self.asked_at is None:
+            self.asked_at = monotonic()
         headers, connection = options.get("headers") or {}, self.connection
         may_be_dropped = options.get("mandatory") is False
         if (
@@ -87,6 +89,7 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
     """Celery's scheduler with a broker that may be unreachable."""
 
     _collecting: Producer | None = None  #: that puts messages into an outbox
+    own_code_s = 0.0  #: how many seconds code of the user took in the last ``apply_async``, before anything was sent
 
     def apply_async(
         self, entry: Entry, producer: Producer | None = None, advance: bool = True, **kwargs: object
@@ -101,14 +104,16 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
             producer = producer or self._collecting or self.producer
         except Exception as exc:
             raise SchedulingError(f"Couldn't apply scheduled task {entry.name}: {exc}") from exc
-        producer.was_asked = False
+        producer.asked_at, began = None, monotonic()
         try:
             # Beat awaits no result. Else Celery subscribes to each result, for 19 s if the result backend is down.
             with denied_join_result():
                 return super().apply_async(entry, producer=producer, advance=advance, **kwargs)
         except SchedulingError as exc:
-            if not producer.was_asked:
-                raise OwnCodeError(*exc.args) from exc.__context__
+            if producer.asked_at is None:
+                if not is_transient(exc) or self._broker_answers():
+                    raise OwnCodeError(*exc.args) from exc.__context__
+                producer.asked_at = began  # that code has waited for the broker, over a connection of its own
             errors = (*self.connection.connection_errors, *self.connection.channel_errors)
             # A message for an outbox is only made, and each KeyError is for kombu one of a connection to Redis: the
             # other messages need that channel.
@@ -122,6 +127,19 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
             raise
         except BaseException as exc:  # of the task's own apply_async
             raise SchedulingError(f"Couldn't apply scheduled task {entry.name}: {safe_repr(exc)}") from exc
+        finally:
+            self.own_code_s = (producer.asked_at or monotonic()) - began
+
+    def _broker_answers(self) -> bool:
+        """Return whether the broker answers over a new connection."""
+        broker = BrokerConnection(self.app)
+        try:
+            broker.ensure_connected()
+        except Exception:  # a transport's driver may raise anything
+            return False
+        finally:
+            broker.abandon()
+        return True
 
     def publish(self, entry: Entry) -> AsyncResult:
         """Send the task of an entry, and leave the entry's past to Redis.

@@ -65,12 +65,14 @@ def stored_end(backend: Backend, task_id: str) -> StoredEnd | None:
 
 
 def read_end(app: Celery, task_id: str, *, timeout: float) -> StoredEnd | None:
-    """Return the end of a task that the result backend of an app has, None if it has none.
+    """Return the end of a task that the result backend of an app has; None if it has none, or this app stores none.
 
     Raises:
         ResultBackendError: as ``ask_results`` does.
     """
     found: list[StoredEnd | None] = []
+    if app.conf.task_always_eager and not app.conf.task_store_eager_result:
+        return None
     ask_results(app, lambda backend: found.append(stored_end(backend, task_id)), timeout=timeout)
     return found[0] if found else None
 

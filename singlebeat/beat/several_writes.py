@@ -26,7 +26,7 @@ from ..log import Log
 from ..outbox import MOST_CHARACTERS, MOST_MESSAGES, reports_each, size
 from ..server_errors import is_key_denied
 from .dispatch import Published, has_begun, not_published
-from .entries.occurrence import DecisionType
+from .entries.occurrence import SENT_BEFORE, DecisionType
 from .failures import BROKER, LOCKS, NoQueueError, causes, is_transient
 from .store.probe import lock_refusal
 
@@ -55,6 +55,9 @@ MADE_WITHIN = 1.0
 
 #: Who may send a message otherwise than beat does, in words.
 BY_OTHERS = "its task's own apply_async, or the app's send_task,"
+
+#: How beat sends a run under ``task_always_eager``, in words.
+RUN_HERE = "beat has run it itself, because task_always_eager is set"
 
 #: Fraction of ``RETRY_AFTER`` in which the beat that claimed an occurrence may still send it.
 PUBLISH_SHARE = 0.8
@@ -347,9 +350,8 @@ class SeveralWrites:
                 return attempt
             if outbox is not None:
                 outbox.expect()
-            waits = outbox is None and not message.is_sent_by_others
             with self._noting_published(attempt):
-                result = self.dispatcher.publish(message, attempt.outcome, waits=waits)
+                result = self.dispatcher.publish(message, attempt.outcome)
             if message.is_sent_by_others:
                 attempt.published = self._published_by_others(message, result)
         except Exception as exc:  # sending runs a task's own code and the broker's driver
@@ -357,8 +359,7 @@ class SeveralWrites:
             if duplicate is not None and isinstance(duplicate.holder, Holder):
                 attempt.outcome = Refused(duplicate.holder)
             elif self._published:  # a second one would double the run
-                why = f"{BY_OTHERS} raised {safe_repr(exc.__cause__ or exc)} after it was sent"
-                attempt.published = Published(DecisionType.DISPATCHED, reason=why)
+                attempt.published = Published(DecisionType.DISPATCHED, reason=self._failed_afterwards(message, exc))
                 if message.occurrence.id not in self._published:  # no worker would free them
                     self.dispatcher.release(*message.locks)
             else:
@@ -394,14 +395,21 @@ class SeveralWrites:
             self._alone = ""
             after_task_publish.disconnect(note)
 
+    def _failed_afterwards(self, message: Message, exc: Exception) -> str:
+        """Return how code of others has sent an occurrence, and failed then; its worker records ends of a usual one."""
+        is_usual = message.occurrence.id in self._queues
+        why = f"{BY_OTHERS} raised {safe_repr(exc.__cause__ or exc)} {SENT_BEFORE}"
+        return why if is_usual else f"{why} as task {self._published[0]}"
+
     def _published_by_others(self, message: Message, result: object) -> Published | None:
         """Return what code of others has done with a message; None if it was sent as beat sends it.
 
         What Celery's signals have told counts more than the result.
         """
         own_id, sent_as = message.occurrence.id, str(getattr(result, "id", None) or "")
-        is_sent = own_id in self._published or self.app.conf.task_always_eager
-        is_sent = is_sent or (message.locks_itself and bool(self._published))
+        if self.app.conf.task_always_eager:
+            return Published(DecisionType.DISPATCHED, reason=RUN_HERE)
+        is_sent = own_id in self._published or (message.locks_itself and bool(self._published))
         held_by, waits_for = (getattr(result, name, None) for name in ("holder", "waits_for"))
         if message.locks_itself and is_sent:
             return Published.under(waits_for if isinstance(waits_for, Holder) else None)

@@ -70,7 +70,7 @@ def test_a_task_that_fails_to_send_itself_hinders_no_other(bench, kind, error):
 
 
 @pytest.mark.parametrize("kind", [Task, Singleton])
-def test_an_entry_whose_task_beat_runs_itself_runs_each_time(server, redis, bench_on, kind):
+def test_an_entry_whose_task_beat_runs_itself_runs_each_time(server, redis, bench_on, cli, kind):
     """As with task_always_eager in the settings of a developer, beside a worker that would free locks."""
     bench, ran = bench_on(server, task_always_eager=True), list[str]()
     app = bench.new_app()
@@ -88,6 +88,9 @@ def test_an_entry_whose_task_beat_runs_itself_runs_each_time(server, redis, benc
     assert ran == ["e", "e"]
     assert bench.decisions == ["dispatched", "dispatched"]
     assert redis.keys("SINGLETONLOCK_*") == []
+    said = cli("explain", "e").output  # of an app that sends messages
+    assert "beat has run it itself, because task_always_eager is set" in said
+    assert "So workers record no end of it.\n" in said
 
 
 @pytest.mark.parametrize("overlap", [None, "raise"])

@@ -1295,7 +1295,7 @@ class RefusedTask(Task):
     """One whose messages never reach the broker, and it seems to be the broker's fault."""
 
     def apply_async(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs["producer"].was_asked = True  # as if its connection had failed
+        kwargs["producer"].asked_at = time.monotonic()  # as if its connection had failed
         raise OperationalError("no route to the host")
 
 
@@ -1354,6 +1354,30 @@ def test_entries_of_a_broker_that_is_away_are_not_named(server, redis, own_serve
 
     assert logged("refused") == []
     assert len(logged("unreachable")) == 1
+
+
+def test_a_broker_is_named_that_only_an_own_connection_asks(server, redis, own_server, bench_on, logged):
+    """A task's own ``apply_async`` leaves out beat's producer, so that Celery takes one of its pool."""
+    bench = bench_on(server, broker_url=own_server.celery_url)
+    app = bench.new_app()
+
+    class OverPool(Task):
+        abstract = True
+
+        def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+            return super().apply_async(args, kwargs, task_id=options["task_id"], retry=False)
+
+    app.task(die_in_publish, name="own", base=OverPool, shared=False)  # only its name matters here
+    bench.put("e", task="own")
+    scheduler = bench.scheduler(app=app)
+    own_server.kill()
+    scheduler.tick()
+
+    assert [line["server"] for line in logged("unreachable", "refused")] == ["the broker"]
+    own_server.restart()
+    bench.retry_now()
+    scheduler.tick()
+    assert bench.decisions == ["dispatched"]
 
 
 def test_a_broker_that_hangs_is_asked_once_in_a_tick(server, redis, bench_on, monkeypatch):
@@ -1639,7 +1663,8 @@ def test_a_run_whose_task_raises_once_it_was_sent_is_not_sent_again(bench, monke
     (record,) = bench.history
     assert record["decision"] == "dispatched"
     assert "the audit service is away" in record["reason"]
-    assert record["reason"].endswith("after it was sent")
+    assert record["reason"].endswith("after it was sent as task own" if own_id else "after it was sent")
+    assert Schedule(app).history("e")[0].is_sent_otherwise is own_id
     assert bench.redis.llen(QUEUE) == 1
     assert len(list(bench.redis.scan_iter("SINGLETONLOCK_*"))) == (0 if own_id else 1)
 

@@ -18,6 +18,9 @@ __all__ = ("Decision", "DecisionType", "Kind", "Occurrence")
 #: How the reason of a decision begins whose message was sent without a lock.
 WITHOUT_LOCK = "without its lock: "
 
+#: How the reason ends of one that was sent as beat sends it, by code of the app that failed then.
+SENT_BEFORE = "after it was sent"
+
 
 class DecisionType(StrEnum):
     """The kind of a decision about an occurrence."""

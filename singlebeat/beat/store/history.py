@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...connections import ResponseError, schedule_client
 from ...lua import packed, script
 from ..entries.fields import BATCH, read_fields
-from ..entries.occurrence import WITHOUT_LOCK, DecisionType
+from ..entries.occurrence import SENT_BEFORE, WITHOUT_LOCK, DecisionType
 from ..keys import Keys
 from .claims import HISTORY_BYTES
 
@@ -81,8 +81,9 @@ class Record:
 
     @property
     def is_sent_otherwise(self) -> bool:
-        """Whether code of the app has sent it under another id, or without beat's headers: its end is not recorded."""
-        return self.decision == "dispatched" and bool(self.reason) and not self.is_without_lock
+        """Whether it has another id, lacks beat's headers, or is no message at all: no end of it is recorded."""
+        is_as_usual = not self.reason or self.is_without_lock or self.reason.endswith(SENT_BEFORE)
+        return self.decision == "dispatched" and not is_as_usual
 
     @property
     def is_without_lock(self) -> bool:
