@@ -28,6 +28,7 @@ __all__ = (
     "bounded",
     "broker_errors",
     "broker_name",
+    "connection_for_control",
     "is_one_broker",
     "naming_alarms",
     "own_broker",
@@ -69,6 +70,17 @@ def bounded(connection: Connection, timeout: float) -> Connection:
         # Without retries, in place of redis-py's: if a sentinel fails, the next one is asked.
         asking = {**dict.fromkeys(limits, timeout), "retry": Retry(NoBackoff(), 0)}
         options["sentinel_kwargs"] = {**asking, **(options.get("sentinel_kwargs") or {})}
+    return connection
+
+
+def connection_for_control(app: Celery) -> Connection:
+    """Return a connection for commands to the workers of an app (``app.control``), whose waits are bounded.
+
+    RabbitMQ confirms none of them: kombu repeats a command that is not confirmed for ever, on new connections.
+    """
+    connection = bounded(app.connection_for_write(), Config.of(app).singlebeat_socket_timeout)
+    if connection.transport.driver_name == "py-amqp":
+        connection.transport_options["confirm_publish"] = False
     return connection
 
 
@@ -134,7 +146,7 @@ def _name(transport: str, host: str, port: int | None, virtual_host: str) -> str
 @contextmanager
 def naming_alarms(app: Celery) -> Iterator[Connection]:
     """Yield a connection that raises BlockedError when it awaits anything after a message in an alarm of RabbitMQ."""
-    connection = bounded(app.connection_for_write(), Config.of(app).singlebeat_socket_timeout)
+    connection = connection_for_control(app)
     if connection.transport.driver_name == "py-amqp":
         connection.transport_options["on_blocked"] = _raise_blocked
     try:

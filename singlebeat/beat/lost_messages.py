@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..advice import command_line
-from ..broker import bounded, is_one_broker, own_broker
+from ..broker import connection_for_control, is_one_broker, own_broker
 from ..config import Config
 from ..destination import queue_of_call
 from ..errors import ConfigError, LockBackendError
@@ -507,7 +507,7 @@ class _Broker:
     @contextmanager
     def reached(cls, app: Celery) -> Iterator[_Broker]:
         """Yield a broker that answers."""
-        with bounded(app.connection_for_write(), Config.of(app).singlebeat_socket_timeout) as connection:
+        with connection_for_control(app) as connection:
             # Connect first, because Celery would try for ever to send the question.
             connection.ensure_connection(max_retries=1, interval_start=0.1, timeout=TIMEOUT)
             yield cls(app, connection)

@@ -372,10 +372,13 @@ def test_a_run_that_waits_outlives_a_queue_that_is_full(rabbit, celery, oracle, 
         oracle.wait_ended(1, "second", timeout=60)
 
 
-@pytest.mark.parametrize("alarmed", [True, False])
-def test_doctor_and_explain_name_the_alarm_of_rabbitmq(alarmed, rabbit, celery, oracle, server):
+@pytest.mark.parametrize(("alarmed", "confirms"), [(True, False), (True, True), (False, False)])
+def test_doctor_and_explain_name_the_alarm_of_rabbitmq(alarmed, confirms, rabbit, celery, oracle, server):
+    """They end, too, where an app lets RabbitMQ confirm all that it sends: kombu would ask again for ever."""
     entry = {"task": SINGLE, "schedule": schedule(3600), "args": ["x"]}
     conf = {**conf_of(rabbit, server), **on_classic_queue("named"), "beat_schedule": {"hourly": entry}}
+    if confirms:
+        conf["broker_transport_options"] = {"confirm_publish": True}
     stage = Stage(celery, oracle, conf)
     stage.start("worker", "-c", "1").ready()
     beat = stage.start("beat")
