@@ -100,6 +100,7 @@ class BrokerAccess(Scheduler):  # type: ignore[misc]
             SchedulingError: it could not be sent.
             OwnCodeError: the same, and no producer of beat has failed.
         """
+        self.own_code_s = 0.0
         try:
             producer = producer or self._collecting or self.producer
         except Exception as exc:

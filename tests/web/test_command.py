@@ -84,6 +84,12 @@ def _get(port: int, path: str = "/") -> str:
         return answer.read().decode()
 
 
+def _answers(port: int) -> bool:
+    with suppress(OSError):
+        return "There is no entry yet" in _get(port)
+    return False
+
+
 def test_the_command_serves_the_page_until_it_is_told_to_end(serve):
     text = _get(serve())
 
@@ -187,7 +193,8 @@ def test_of_requests_that_await_no_answer_the_first_is_answered_alone(serve):
             with suppress(ConnectionError):
                 client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300)
 
-        assert "There is no entry yet" in _get(port)
+        # One connection more is too many while more are served than there may be.
+        wait_until(lambda: _answers(port), timeout=30, what="an answer beside the others")
 
 
 def test_a_connection_is_kept_for_requests_that_await_their_answers(serve):
