@@ -1,4 +1,4 @@
-"""Commands that tools print are what an operator pastes at 3 a.m.: whoever names an entry or a queue runs no other."""
+"""Commands that tools print are pasted at 3 a.m.: the name of an entry or of a queue must run no other command."""
 
 from __future__ import annotations
 
