@@ -196,8 +196,8 @@ EVENTS: Mapping[str, Event] = {
     "refused": Event(
         (WARNING, ERROR),
         "The server refuses a part of the one write for an entry, or for all: ``reason``; logged once until that "
-        "changes. Beat tries the rest by itself. ERROR: the broker answers, but does not take the message of this "
-        "entry, which stays pending. Logged again after about five minutes.",
+        "changes. Beat tries the rest by itself. ERROR: the entry waits, because the broker answers and does not take "
+        "its message, or because its own code fails. Logged again after about five minutes.",
     ),
     "clock_differs": Event(
         (WARNING,),

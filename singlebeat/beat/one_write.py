@@ -153,7 +153,7 @@ class OneWrite:
         """Return whether nothing forbids one write as far as this process knows."""
         if time.monotonic() >= self._patient_until and self.dispatcher.failures.is_away(LOCKS):
             return False  # several writes would wait for that server once more
-        return self._may_be_here() and not self.app.conf.task_always_eager and not _why_not(self.app, self.store)
+        return self._may_be_here() and not _why_not(self.app, self.store)
 
     def _may_be_here(self) -> bool:
         now = time.monotonic()
@@ -318,6 +318,8 @@ def _address(url: str) -> tuple[str | None, int | None, str]:
 
 def _why_not(app: Celery, store: Store) -> str:
     """Return why one write is impossible with any broker, or an empty string."""
+    if app.conf.task_always_eager:
+        return "task_always_eager is set"
     if isinstance(store.client, RedisCluster):
         return "the schedule is in a Redis Cluster"
     try:
@@ -343,8 +345,6 @@ def why_several_writes(app: Celery, connection: Connection) -> str:
         return why
     if any(are_by_others(app, "send_task")):
         return "the app has a send_task of its own"
-    if app.conf.task_always_eager:
-        return "task_always_eager is set"
     if not takes_outbox(producer):
         return why_no_outbox(producer)
     broker, locks, client = Marker(), Marker(), cast("RedisBackend", backend_of(app)).redis

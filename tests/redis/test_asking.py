@@ -465,6 +465,22 @@ def test_slow_code_of_a_user_holds_up_no_other_entry_for_long(bench, several_wri
     assert sorted(slow_ones) == names
 
 
+def test_a_broker_that_is_slow_is_not_called_slow_code(bench, app, writes, monkeypatch, logged):
+    monkeypatch.setattr("singlebeat.beat.asking.LOGGED_FROM", 0.05)
+    publish = Producer.publish
+
+    def publish_slowly(self: Producer, *args: Any, **options: Any) -> Any:
+        time.sleep(0.1)
+        return publish(self, *args, **options)
+
+    scheduler = scheduled(bench, app, plain={})
+    monkeypatch.setattr(Producer, "publish", publish_slowly)
+    scheduler.tick()
+
+    assert decided(bench) == {"plain": "dispatched"}
+    assert logged("expensive") == []
+
+
 @pytest.mark.parametrize("place", ["argument", "key", pytest.param("route", marks=HANDS_OUT), "apply_async"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_entry_whose_code_is_slow_is_named_once(bench, monkeypatch, logged, place, fails):
