@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import sysconfig
 import tomllib
 import zipfile
+from collections import Counter
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -164,6 +166,15 @@ def test_names_of_tests_are_short_sentences():
     ]
 
     assert [name for name in tests if len(name) > LONGEST_NAME] == []
+
+
+def test_a_test_module_gives_a_name_to_one_thing_only():
+    """Of two functions of one name, the second takes the place of the first, also in those above that call it."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        body = ast.parse(path.read_text("utf-8")).body
+        named = Counter(node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+
+        assert {name: count for name, count in named.items() if count > 1} == {}, path
 
 
 def test_the_public_names_are_documented():

@@ -55,7 +55,7 @@ def serve(server, redis, tmp_path) -> Iterator[Callable[..., int]]:
                 if most_files:  # before it is so far that it opens any
                     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (most_files, most_files))
                 assert process.stdout.readline() == f"The page: http://127.0.0.1:{port}/\n"
-                wait_until(partial(_answers, port), what="the page")
+                wait_until(partial(_is_reached, port), what="the page")
                 yield
             finally:
                 process.terminate()
@@ -71,7 +71,7 @@ def serve(server, redis, tmp_path) -> Iterator[Callable[..., int]]:
         yield serve
 
 
-def _answers(port: int) -> bool:
+def _is_reached(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), 5).close()
     except ConnectionError:
