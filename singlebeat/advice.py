@@ -1,10 +1,26 @@
-"""The commands that tools advise, as an operator can paste them."""
+"""What tools say: sentences, lists of names, and commands as an operator can paste them."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Collection
 
-__all__ = ("command_line", "quoted", "redis_command", "to_read")
+__all__ = ("command_line", "listed", "quoted", "redis_command", "sentence", "to_read")
+
+#: How many names a sentence lists.
+NAMED = 5
+
+
+def sentence(said: object) -> str:
+    """Return a clause as the beginning of a sentence."""
+    text = str(said)
+    return text[:1].upper() + text[1:]
+
+
+def listed(names: Collection[str]) -> str:
+    """Return names as text for a sentence: only the first few, if there are many."""
+    shown = ", ".join([*names][:NAMED])
+    return f"{shown} and {len(names) - NAMED} more" if len(names) > NAMED else shown
 
 
 def command_line(verb: str, name: str, *more: str, option: str = "") -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from ..advice import quoted, to_read
+from ..advice import listed, quoted, to_read
 from ..destination import queue_of_call
 from .status import APART, QUEUES_APART
 
@@ -24,9 +24,6 @@ PREFETCH = (
     "With worker_prefetch_multiplier = 1 a worker receives fewer messages ahead, and with worker_disable_prefetch "
     "(Celery 5.6, Redis as the broker) none"
 )
-
-#: How many names a sentence lists.
-NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +179,6 @@ def unless(workers: Collection[str], verb: str) -> str:
     A solo pool answers nothing while it runs a task, and a worker without remote control never does.
     """
     return f"unless {listed(sorted(workers))} {verb}{'s' * (len(workers) == 1)} it, " * bool(workers)
-
-
-def listed(names: Collection[str]) -> str:
-    """Return names as text for a sentence: only the first few, if there are many."""
-    shown = ", ".join([*names][:NAMED])
-    return f"{shown} and {len(names) - NAMED} more" if len(names) > NAMED else shown
 
 
 def queue_of(app: Celery, entry: Entry) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from ..advice import command_line, redis_command, to_read
+from ..advice import command_line, listed, redis_command, sentence, to_read
 from ..locks import seconds_until
 from ..locks.redis import RETIRED
 from ..log import without_passwords
@@ -20,7 +20,7 @@ from ..run_results import MESSAGE_LOST, RAN_ELSEWHERE, RESULT_NOT_STORED
 from .asking import asks_code
 from .calendar.clocked import comes_once
 from .calendar.words import span
-from .delivery import PREFETCH, listed, unless
+from .delivery import PREFETCH, unless
 from .entries.policy import EntryPolicy
 from .lost_messages import BEFORE_SET_BACK
 from .silence import NOT_RECORDED, expiry_of
@@ -188,7 +188,7 @@ def _sentences(facts: Facts, at: datetime | None) -> Iterator[str]:
     if at is None:
         yield from _pending(facts)
         if facts.backfill:
-            yield f"{_sentence(facts.backfill)}."
+            yield f"{sentence(facts.backfill)}."
     record = record_at(facts.records, at)
     if at is not None and at.replace(microsecond=0) > facts.now:
         yield f"{_moment(at)} has not come yet: this is about the last run before it."
@@ -223,9 +223,9 @@ def _unusable(facts: Facts) -> Iterator[str]:
                 f"itself; to delete it: {delete}"
             )
     elif facts.unusable:
-        yield f"It is unusable: {facts.unusable.rstrip('.')}. {_sentence(QUARANTINED_LATER)}."
+        yield f"It is unusable: {facts.unusable.rstrip('.')}. {sentence(QUARANTINED_LATER)}."
     if facts.outdated:
-        yield _sentence(facts.outdated)
+        yield sentence(facts.outdated)
 
 
 def _whose(facts: Facts, refused: str) -> str:
@@ -243,8 +243,8 @@ def _owned_elsewhere(facts: Facts) -> str:
         whose += f", and no beat of app {app} is known here. {to_delete(app, [facts.name])}"
         leave = "Else leave"
     if facts.has_namesake:
-        whose += f". {_sentence(NAMESAKE)}"
-    return f"{whose}. {leave} it and its queue to that app: workers of this app drop its messages. {_sentence(APART)}."
+        whose += f". {sentence(NAMESAKE)}"
+    return f"{whose}. {leave} it and its queue to that app: workers of this app drop its messages. {sentence(APART)}."
 
 
 def _leadership(facts: Facts) -> Iterator[str]:
@@ -252,41 +252,41 @@ def _leadership(facts: Facts) -> Iterator[str]:
     if facts.other_apps:
         yield _owned_elsewhere(facts)
     if facts.state.sent_elsewhere:
-        yield f"{_sentence(facts.state.sent_elsewhere)}."
+        yield f"{sentence(facts.state.sent_elsewhere)}."
     for text in facts.state.other_brokers():
-        yield f"{_sentence(text)}."
+        yield f"{sentence(text)}."
     if facts.refused:
         what = "Nothing is sent" if refuses_writes(facts.refused) else "Runs may not be sent or recorded"
         yield f"{what} because of the schedule's server: {facts.refused.rstrip('.')}{_whose(facts, facts.refused)}."
     elif facts.state.why_leaderless:
-        yield f"{_sentence(facts.state.why_leaderless)}."
+        yield f"{sentence(facts.state.why_leaderless)}."
     elif not facts.state.works and facts.state.is_shared:
         yield f"No beat works: {NO_BEAT}."
     elif not facts.state.works:
         yield f"No beat leads: {NO_BEAT}."
     elif facts.state.redbeat_silent:
-        yield f"{_sentence(facts.state.redbeat_silent)}."
+        yield f"{sentence(facts.state.redbeat_silent)}."
     elif facts.state.redbeat_leads:
-        yield f"{_sentence(REDBEAT_LEADS)}."
+        yield f"{sentence(REDBEAT_LEADS)}."
     elif facts.state.leader_silent:
-        yield f"{_sentence(facts.state.leader_silent)}."
+        yield f"{sentence(facts.state.leader_silent)}."
     elif facts.state.overdue:
         see = "" if facts.broker_away or facts.locks_away else f" {SEE_LOG}."  # that server may be why
         yield f"Beat is behind: {facts.state.overdue_entries}.{see}"
     if facts.state.lost:
-        yield _sentence(facts.state.lost)
+        yield sentence(facts.state.lost)
 
 
 def _refusals(facts: Facts) -> Iterator[str]:
     """Say what the broker and the locks' server refuse, or that the broker does not answer."""
     if facts.broker_away and facts.pending is None:  # else the claimed run waits for it
         yield (
-            f"{_sentence(facts.broker_away.rstrip('.'))}. So it is not known what workers do, and nothing is sent if "
+            f"{sentence(facts.broker_away.rstrip('.'))}. So it is not known what workers do, and nothing is sent if "
             "beat does not reach it either."
         )
     if facts.broker_refused:
         refused = facts.broker_refused.rstrip(".")
-        yield f"{_sentence(refused)}. So it is not known what workers do; without that right, they may start nothing."
+        yield f"{sentence(refused)}. So it is not known what workers do; without that right, they may start nothing."
     if facts.locks_refused:
         refused = f"{facts.locks_refused.rstrip('.')}{_whose(facts, facts.locks_refused)}"
         yield f"Runs may wait, or start without their locks, because of {refused}."
@@ -454,7 +454,7 @@ def _results(facts: Facts) -> Iterator[str]:
     """Say that the result backend does not answer."""
     if facts.results_away:
         yield (
-            f"{_sentence(facts.results_away)}. A worker waits for it after the body of each task, and the error of a "
+            f"{sentence(facts.results_away)}. A worker waits for it after the body of each task, and the error of a "
             "run that fails meanwhile may be that of the backend."
         )
 
@@ -546,7 +546,7 @@ def _about(facts: Facts, outcome: str) -> Iterator[str]:
         return
     wrong = [*(text for text, _ in facts.state.wrong_clocks(standbys=True)), *facts.wrong_clocks]
     yield "A message expires by two clocks: of the host of the beat, and of the worker's host. " + (
-        f"{_sentence('; '.join(wrong))}: set up NTP there."
+        f"{sentence('; '.join(wrong))}: set up NTP there."
         if wrong
         else "As far as is known, both are right: the message has waited in its queue for too long."
     )
@@ -598,13 +598,13 @@ def _holder(facts: Facts, task_id: str) -> Iterator[str]:
     elif lock.state == "queued":
         yield from _queued(facts, task_id)
     elif lock.state == "timed":
-        yield f"{_sentence(lock.fixed_time)}."
+        yield f"{sentence(lock.fixed_time)}."
     elif facts.holder_end is not None and (lock.unusable or lock.seems_abandoned):
         left = f"ends by itself in {lock.left:.0f} s" if lock.left is not None else "ends by itself soon"
         why = lock.unusable or f"the lock {left}. To free it now: {command_line('unlock', task_id)}"
-        yield f"Task {task_id} has ended ({facts.holder_end.outcome}), and its lock was left. {_sentence(why)}"
+        yield f"Task {task_id} has ended ({facts.holder_end.outcome}), and its lock was left. {sentence(why)}"
     elif lock.unusable:
-        yield f"Task {task_id} holds the lock. {_sentence(lock.unusable)}"
+        yield f"Task {task_id} holds the lock. {sentence(lock.unusable)}"
     else:
         yield f"Task {task_id} {_of_a_started(facts, lock, task_id)}"
 
@@ -655,7 +655,7 @@ def _queued(facts: Facts, task_id: str) -> Iterator[str]:
     if found is None:
         yield f"Task {task_id} has not started, and nothing more is known about its message."
         return
-    yield f"{_sentence(str(found))}."
+    yield f"{sentence(found)}."
     if facts.lacking and not found.outcome:
         yield (
             f"Queue {facts.lacking} does not have that message at this moment: a worker has received it, or it is lost "
@@ -664,15 +664,15 @@ def _queued(facts: Facts, task_id: str) -> Iterator[str]:
     if full := _full_holder(facts):
         others = facts.found_in.readers.keys() - {found.lock.worker} if facts.found_in is not None else ()
         though = f", though other workers may be free. {PREFETCH}" if others else ""
-        yield f"{_sentence(full)}: the message waits there{though}."
+        yield f"{sentence(full)}: the message waits there{though}."
     if facts.found_in is not None and facts.found_in.unread and not found.outcome:
-        yield f"{_sentence(facts.found_in.unread)}. {_sentence(facts.found_in.way_out)}."
+        yield f"{sentence(facts.found_in.unread)}. {sentence(facts.found_in.way_out)}."
     if found.lock.delay and not found.outcome:
         wrong = [text for text, _ in facts.state.wrong_clocks(standbys=True)]
         yield (
             f"It was sent with a countdown of {found.lock.delay:g} s, which counts by the clock of the host that sent "
             "it: a worker holds the message until its own clock shows that time."
-        ) + (f" {_sentence('; '.join(wrong))}: set up NTP there." if wrong else "")
+        ) + (f" {sentence('; '.join(wrong))}: set up NTP there." if wrong else "")
     if found.in_doubt:
         yield f"If that message is lost, {found.way_out}."
     if found.outcome:
@@ -713,15 +713,15 @@ def _delivery(facts: Facts, delivery: Delivery, entry: Entry) -> Iterator[str]:
     if delivery.unread:
         hint = f"{to_read(delivery.queue)}, or correct the queue of the entry, or task_routes"
         to_do = "" if facts.other_apps else f" To correct it: {hint}."
-        yield f"{_sentence(delivery.unread)}: {delivery.unless_read}messages wait there.{to_do}"
+        yield f"{sentence(delivery.unread)}: {delivery.unless_read}messages wait there.{to_do}"
     elif wrong := delivery.without(entry.task):
-        yield f"{_sentence(wrong)}."
+        yield f"{sentence(wrong)}."
     if not _may_wait(facts):
         return
     if limited := delivery.limited(entry.task):
-        yield f"{_sentence(limited)}: one there waits until its turn has come."
+        yield f"{sentence(limited)}: one there waits until its turn has come."
     elif delivery.full and not _full_holder(facts):
-        yield f"{_sentence(delivery.full)}: a message there waits until one of them has ended."
+        yield f"{sentence(delivery.full)}: a message there waits until one of them has ended."
 
 
 def _may_wait(facts: Facts) -> bool:
@@ -734,13 +734,13 @@ def _may_wait(facts: Facts) -> bool:
 
 def _outlook(facts: Facts, entry: Entry) -> Iterator[str]:
     if facts.silent and not facts.state.redbeat_leads:
-        yield f"{_sentence(facts.silent).rstrip('.')}."
+        yield f"{sentence(facts.silent).rstrip('.')}."
     pauses = [] if facts.state.redbeat_leads else facts.state.pauses_over(entry.policy)
     for pause in pauses:
         end = "" if pause.until is None else " until then"
-        yield f"{_sentence(str(pause))}: its times pass without a run{end}. To go on: {pause.resumed_by}"
+        yield f"{sentence(pause)}: its times pass without a run{end}. To go on: {pause.resumed_by}"
     if facts.no_place:
-        yield _sentence(facts.no_place)
+        yield sentence(facts.no_place)
     elif not entry.enabled:
         enable = command_line("edit", entry.name, option="--enable")
         paused = entry.policy.paused and not facts.state.redbeat_leads
@@ -782,7 +782,7 @@ def _next_run(facts: Facts, entry: Entry) -> Iterator[str]:
         waits = "After that run it is finished. If you delete it now, that run is not sent."
         yield waits if facts.pending is not None else f"It is finished: it never runs again, because {why}."
     elif facts.late_place and not facts.state.redbeat_leads:
-        yield _sentence(facts.late_place)
+        yield sentence(facts.late_place)
     elif facts.state.waits and since is not None and since > facts.now:
         trigger = command_line("trigger", entry.name)
         yield f"It waits for the clock: {facts.state.waits}. To run it now: {trigger}"
@@ -796,10 +796,6 @@ def _next_run(facts: Facts, entry: Entry) -> Iterator[str]:
     else:
         jitter = f", at {_moment(due)} because of its jitter" if due != upcoming else ""
         yield f"It runs next for {_moment(upcoming)}{jitter}, in {span(round((due - facts.now).total_seconds()))}."
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}"
 
 
 def _moment(when: datetime) -> str:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..advice import command_line
+from ..advice import command_line, sentence
 from ..broker import connection_for_control, is_one_broker, own_broker
 from ..config import Config
 from ..destination import queue_of_call
@@ -694,7 +694,7 @@ class LostMessages:
             if delivery.unread:
                 lock = late[queue].lock
                 about = {"task": lock.task, "id": lock.ref.task_id, "entry": lock.entry, "queue": queue}
-                reason = f"{delivery.unread}. {delivery.way_out[0].upper()}{delivery.way_out[1:]}"
+                reason = f"{delivery.unread}. {sentence(delivery.way_out)}"
                 log.warning("beat: Messages wait in queue '%(queue)s'", event="unread", **about, reason=reason)
 
     def _is_late(self, lock: Waiting) -> bool:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from celery.schedules import BaseSchedule
 
     from ..beat.entries.definition import Fields
+    from ..beat.entries.pauses import Pause
     from ..beat.entries.policy import Wishes
     from ..beat.entries.salvage import Salvage
     from .output import Decorator
@@ -167,10 +168,13 @@ def _store(
     except ValueError as exc:  # a value that JSON cannot hold
         fail(f"entry {name!r} cannot be stored: {exc}", UNANSWERED)
     upcoming, entry = next(iter(entries.next_runs(name, 1)), None), entries.get(name)
+    pause = _pause_over(entries, entry.policy)
     off = " and ".join(["paused"] * entry.policy.paused + ["disabled"] * (not entry.enabled))
+    off += f"{', and ' * bool(off)}paused, as {pause}: {pause.resumed_by}" if pause is not None else ""
     kept = fields in ({}, {"enabled": False}) and wishes.keys() <= set(OPERATORS)
     back = "" if kept else comes_back(app, name, "replaces these values")
-    done(as_json, f"{name}: {off or f'next {moment(upcoming)}'}{back}", name=name, next=upcoming)
+    facts: dict[str, object] = {"pause": asdict(pause)} if pause is not None else {}
+    done(as_json, f"{name}: {off or f'next {moment(upcoming)}'}{back}", name=name, next=upcoming, **facts)
 
 
 @contextmanager
@@ -182,6 +186,11 @@ def _given_values() -> Iterator[None]:
         raise
     except EntryError as exc:
         fail(str(exc), UNANSWERED)
+
+
+def _pause_over(entries: Schedule, policy: EntryPolicy) -> Pause | None:
+    """Return a pause of many entries that covers an entry with a policy, None if there is none."""
+    return next((pause for pause in entries.pauses() if pause.covers(policy)), None)
 
 
 def comes_back(app: Celery, name: str, what: str) -> str:
@@ -351,7 +360,7 @@ def resume_(app: Celery, as_json: bool, name: str | None, tag: str | None, all_:
     with suppress(EntryError):  # its definition cannot be read
         entry = entries.get(name)
         disabled = not entry.enabled
-        pause = next((pause for pause in entries.pauses() if pause.covers(entry.policy)), None)
+        pause = _pause_over(entries, entry.policy)
         with suppress(Exception):  # a user's own schedule may raise anything
             now = server_now(schedule_client(app), entries.keys.schedule)
             over = entry.timetable.why_over(entry.meta.counts_from, now, count=entry.total_run_count)

@@ -14,10 +14,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
+from ..advice import listed
 from ..beat.calendar.clocked import comes_once
 from ..beat.calendar.zone import app_zone
 from ..beat.decide import claim_for
-from ..beat.delivery import listed
 from ..beat.entries.author import Author
 from ..beat.entries.definition import LONGEST_STEP_BACK, MOST_NESTED, Meta
 from ..beat.entries.entry import Entry

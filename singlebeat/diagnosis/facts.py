@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ..advice import command_line, redis_command
+from ..advice import command_line, redis_command, sentence
 from ..beat.delivery import queue_of
 from ..beat.entries.fields import read_fields
 from ..beat.entries.occurrence import Occurrence
@@ -192,7 +192,7 @@ def _why_missing(app: Celery, entries: Schedule, name: str, state: ScheduleStatu
         return gone
     if not state.works and (refused := refusal(app, state)):
         return f", and {state.problem()}: {refused}"
-    if told := "".join(f". {found[0].upper()}{found[1:]}" for found in (state.sent_elsewhere, state.lost) if found):
+    if told := "".join(f". {sentence(found)}" for found in (state.sent_elsewhere, state.lost) if found):
         return told
     if name not in statics.given:
         return ""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from ..advice import sentence
 from ..beat.explain import HeldLock
 from ..beat.lost_messages import (
     AHEAD_FROM,
@@ -170,7 +171,7 @@ def _unread(app: Celery, queue: str) -> str:
     with suppress(BrokerError):
         delivery = delivery_of(app, queue, Workers.ask(app) if queue else None)
         if delivery is not None and delivery.unread:
-            return f"; {delivery.unread}. {delivery.way_out[0].upper()}{delivery.way_out[1:]}"
+            return f"; {delivery.unread}. {sentence(delivery.way_out)}"
     return ""
 
 

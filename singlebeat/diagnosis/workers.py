@@ -334,7 +334,14 @@ def _name_and_rate_limit(listed_task: str) -> tuple[str, str]:
     """Return both of a task that a worker lists as "name [exchange=x rate_limit=1/m]"; the limit is empty if none."""
     name, _, options = listed_task.partition(" [")
     limits = [option.removeprefix(RATE_LIMIT) for option in options[:-1].split() if option.startswith(RATE_LIMIT)]
-    return name, next((limit for limit in limits if rate(limit)), "")
+    return name, next((limit for limit in limits if _is_rate(limit)), "")
+
+
+def _is_rate(limit: str) -> bool:
+    """Return whether a text limits a rate; a routing key may look as if it did."""
+    with suppress(ValueError, KeyError):
+        return bool(rate(limit) > 0)
+    return False
 
 
 def _slots(stats: Mapping[str, Any]) -> int | None:

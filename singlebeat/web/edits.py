@@ -10,6 +10,7 @@ from datetime import datetime, tzinfo
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from ..advice import sentence
 from ..beat.calendar.shifts import effects
 from ..beat.calendar.words import in_words
 from ..beat.delivery import Delivery
@@ -23,7 +24,6 @@ from ..masking import MASK, MaskError, masked
 from .actions import Page, leads_to
 from .board import IN_CALL
 from .draft import FIELDS, FREQUENCIES, KINDS, UNITS, Change, Draft
-from .render import sentence
 from .versions import differences, version_of
 
 if TYPE_CHECKING:

@@ -84,12 +84,6 @@ def iso(text: str | None) -> Markup:
         return escape(text or "?")
 
 
-def sentence(said: object) -> str:
-    """Return a clause as the beginning of a sentence."""
-    text = str(said)
-    return text[:1].upper() + text[1:]
-
-
 def mark(record: Record) -> Markup:
     """Return the square of a decision, beside its word."""
     each = squares.square(record)

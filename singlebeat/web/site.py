@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
+from ..advice import sentence
 from ..beat.calendar.words import in_words
 from ..connections import RedisError
 from ..diagnosis.code import LoadingError, load_code
@@ -21,7 +22,7 @@ from .api.api import Api, refusal
 from .board import Board, policy_of, raw_schedule, tags_of
 from .exchange import PageReply
 from .problems import problem_of
-from .render import render, sentence, zone_name, zone_of
+from .render import render, zone_name, zone_of
 from .security import COOKIE, RefusedError, Role
 from .views import VIEWS, View
 

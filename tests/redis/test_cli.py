@@ -271,6 +271,23 @@ def test_an_entry_that_is_not_paused_is_not_said_to_be_resumed(cli, put, app):
     assert cli("resume", "e").output.startswith("e: it was not paused, and still paused, as all entries are paused")
 
 
+def test_a_changed_entry_that_a_pause_of_many_covers_is_said_to_be_paused(cli, put):
+    """It has no next run that the command could name."""
+    put(tags=["slow"])
+    cli("pause", "--tag", "slow", "--note", "ask Ann")
+    paused = "e: paused, as entries with tag slow are paused since "
+    for change in (["--every", "5"], ["--enable"]):
+        said = cli("edit", "e", *change).output
+        assert said.startswith(paused), said
+        assert "(ask Ann): celery singlebeat resume --tag slow" in said
+
+    assert answer(cli("edit", "e", "--enable", "--json"))["pause"]["tag"] == "slow"
+    assert cli("edit", "e", "--disable").output.startswith("e: disabled, and paused, as entries with tag slow")
+    cli("resume", "--tag", "slow")
+    assert cli("edit", "e", "--enable").output.startswith("e: next ")
+    assert "pause" not in answer(cli("edit", "e", "--enable", "--json"))
+
+
 def test_explain_finds_a_run_by_the_second_that_the_tools_print(cli, put, app, redis):
     put()
     for seconds in (0, 40.6):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from singlebeat.advice import command_line, quoted, redis_command, to_read
+from singlebeat.advice import command_line, listed, quoted, redis_command, to_read
 from tests.support import ODD_NAMES
 
 
@@ -46,3 +46,7 @@ def test_a_byte_that_is_no_utf8_is_advised_as_itself():
 def test_a_queue_whose_name_has_a_comma_is_to_be_renamed():
     """-Q, and purge, would take other queues for it: one that has messages, for example."""
     assert to_read("celery,low").startswith("give the queue another name")
+
+
+def test_a_list_names_the_first_few():
+    assert listed([*"abcdefg"]) == "a, b, c, d, e and 2 more"

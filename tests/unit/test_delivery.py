@@ -12,7 +12,7 @@ from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
 from singlebeat import Entry
-from singlebeat.beat.delivery import Busy, Delivery, Reader, listed, queue_of
+from singlebeat.beat.delivery import Busy, Delivery, Reader, queue_of
 from singlebeat.destination import reaches_all
 
 NOON = datetime(2026, 12, 1, 12, tzinfo=UTC)
@@ -106,10 +106,6 @@ def test_messages_of_a_queue_with_a_comma_are_not_purged_by_a_command():
     assert way_out.startswith("give the queue another name")
     assert "purge" not in way_out
     assert "celery purge -Q 'a b')" in Delivery.of("a b", {"w": reader()}).way_out
-
-
-def test_a_list_names_the_first_few():
-    assert listed([*"abcdefg"]) == "a, b, c, d, e and 2 more"
 
 
 @pytest.mark.parametrize(

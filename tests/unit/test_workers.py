@@ -28,6 +28,9 @@ def test_a_worker_lists_its_tasks_with_their_rate_limits():
     assert {*map(_name_and_rate_limit, listed)} >= {("mail.send", "1/m"), ("mail.sort", "")}
     assert _name_and_rate_limit("mail [exchange=x routing_key=y rate_limit=2/s]") == ("mail", "2/s")
     assert _name_and_rate_limit("mail [routing_key=y]") == ("mail", "")
+    for no_rate in ("fast", "1/y", "/m", "0"):
+        assert _name_and_rate_limit(f"mail [routing_key=y rate_limit={no_rate}]") == ("mail", "")
+        assert _name_and_rate_limit(f"mail [routing_key=y rate_limit={no_rate} rate_limit=1/m]") == ("mail", "1/m")
     assert _name_and_rate_limit("mail [rate_limit=0]") == ("mail", ""), "as celery control rate_limit takes one off"
 
 

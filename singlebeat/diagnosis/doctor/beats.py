@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ... import __version__
-from ...beat.delivery import listed
+from ...advice import listed
 from ...beat.entries.statics import Statics, signature_of
 from ...beat.keys import Keys
 from ...beat.schedule import Schedule

@@ -9,9 +9,8 @@ from datetime import UTC, datetime
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
-from ...advice import command_line, redis_command
+from ...advice import command_line, listed, redis_command
 from ...beat.calendar.clocked import comes_once
-from ...beat.delivery import listed
 from ...beat.keys import Keys
 from ...beat.late_places import late_places
 from ...beat.schedule import Schedule

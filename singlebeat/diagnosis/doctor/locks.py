@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from ...advice import sentence
 from ...beat.delivery import queue_of
 from ...beat.entries.statics import owner_of
 from ...beat.lost_messages import MOST, Waiting, examine, queue_here, sent_to_another_broker
@@ -86,7 +87,7 @@ def _unread(app: Celery, schedule: Read, locks: Sequence[Waiting]) -> Iterator[F
             text = (
                 f"{delivery.unread}, and {held_up} held by messages that were sent there, such as task "
                 f"{held[0].ref.task_id} ({held[0].task}): equal runs and calls are refused meanwhile. "
-                f"{delivery.way_out[0].upper()}{delivery.way_out[1:]}"
+                f"{sentence(delivery.way_out)}"
             )
             yield Finding("warning" if delivery.silent else "problem", f"queue {queue}", text)
 

@@ -11,8 +11,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ... import __version__
-from ...advice import to_read
-from ...beat.delivery import PREFETCH, Delivery, listed, queue_of, unless
+from ...advice import listed, sentence, to_read
+from ...beat.delivery import PREFETCH, Delivery, queue_of, unless
 from ...beat.entries.permission import tasks_called
 from ...beat.entries.statics import owner_of
 from ...beat.server_time import DIFFERS_FROM, UNFIT_FROM
@@ -141,7 +141,7 @@ def _queues(app: Celery, schedule: Read, workers: Workers, silent: Sequence[str]
             text = (
                 f"{delivery.unread}: {delivery.unless_read}the runs of "
                 f"{listed(sorted(entry.name for entry in senders))} wait there. "
-                f"{waiting_in(schedule, queue)}{advice[0].upper()}{advice[1:]}"
+                f"{waiting_in(schedule, queue)}{sentence(advice)}"
             )
             yield Finding("warning" if silent else "problem", f"queue {queue}", text)
         for entry in senders:
