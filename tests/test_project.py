@@ -174,7 +174,7 @@ def test_a_test_module_gives_a_name_to_one_thing_only():
         body = ast.parse(path.read_text("utf-8")).body
         named = Counter(node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef))
 
-        assert {name: count for name, count in named.items() if count > 1} == {}, path
+        assert [name for name, count in named.items() if count > 1 and name != "_"] == [], path
 
 
 def test_the_public_names_are_documented():
