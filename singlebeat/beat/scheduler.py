@@ -146,7 +146,6 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._look_at = 0.0  #: monotonic: when this beat, as a standby, looks for a loss again
         self._lost_since: datetime | None = None  #: a loss that is not noted yet
         self._reinstalls = False  #: a loss is noted, and ``beat_schedule`` is to be installed again
-        self._vanished_in = 0  #: number of the present term, if we have logged in it that the schedule has vanished
         self._stored = set[str]()  #: the entries of ``beat_schedule`` that were stored
         self._left_out = dict[str, str]()  #: entries that could not be stored, and why
         self._left_out_over: Mapping[str, tuple[str, str]] = {}  #: what was stored of them then
@@ -339,10 +338,10 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if is_new:
             self._lead(term)
         self._lost_messages.poll()
-        self._restore_lost_changes(self.clock.check(now, term), term)
+        self._restore_lost_changes(self.clock.check(now, term))
         self._install_left_out()
         due, interval = self._read_due(now, term, is_new=is_new), min(self.max_interval, POLL_INTERVAL)
-        if self._restore_lost_changes(self.store.last_records.take_loss(), term):
+        if self._restore_lost_changes(self.store.last_records.take_loss()):
             return SHORTEST_SLEEP
         self.lost_places.check(due.witnesses)
         is_searching = self.lost_places.search()  # the next tick reads what it has found
@@ -352,14 +351,14 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         if due.statics_gone and self._stored:
             if self.statics.are_gone(self._stored):  # else another program has removed that key alone
                 self._note_loss("beat_schedule was installed, and is gone")
-                self._vanished_in = term.number
+                self.lease.forget()
             self.setup_schedule()
             return SHORTEST_SLEEP
         if is_searching:
             return SHORTEST_SLEEP
         return next_delay(due, scores, self.server_time.timestamp(), longest=interval)
 
-    def _restore_lost_changes(self, since: datetime | None, term: Term) -> bool:
+    def _restore_lost_changes(self, since: datetime | None) -> bool:
         """Note that the server has lost its changes since a moment, and install ``beat_schedule`` again.
 
         Args:
@@ -368,7 +367,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._lost_since = since or self._lost_since
         if self._lost_since is not None:
             self._note_loss(_lost_records(self._lost_since))
-            self._vanished_in, self._lost_since, self._reinstalls = term.number, None, True
+            self.lease.forget()
+            self._lost_since, self._reinstalls = None, True
         if not self._reinstalls:
             return False
         self.setup_schedule()
@@ -411,9 +411,8 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
                     why = "it has died, hangs, or did not reach the schedule's server"
                     facts["reason"] = f"{self._stands_by_for} did not renew the lock for {self.lock_timeout:g} s: {why}"
                 self._log_change("beat: Acquired lock: this beat leads", event="leadership_gained", **facts)
-            if term.lost and term.lost != self._vanished_in:
+            if term.lost:
                 self._note_loss(_forgotten(term.lost))
-            self._vanished_in = 0  # the numbers begin anew
             self._gained = term
         self._report_progress()
         if term != self._checked:

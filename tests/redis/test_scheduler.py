@@ -3990,6 +3990,37 @@ def test_each_loss_of_the_schedule_is_said(server, redis, bench_on, caplog):
         assert caplog.text.count("The schedule has vanished") == 1, noticed
 
 
+@pytest.mark.parametrize("lost", ["all data", "the last changes"])
+def test_a_loss_is_said_by_a_beat_that_has_lost_its_term_with_the_last_one(server, redis, bench_on, caplog, lost):
+    """Numbers of terms begin anew with each loss, so two losses may show the same number."""
+    bench = bench_on(server, result_expires=None, beat_schedule={"mine": {"task": PLAIN, "schedule": 3600}})
+    first, second = bench.scheduler(), bench.scheduler()
+    first.tick()
+    second.tick()
+    if lost == "the last changes":
+        bench.schedule.pause("mine")
+        first.tick()
+        redis.delete("redbeat::changes")
+        redis.xadd("redbeat::changes", {"a": "b"}, id="1-1")
+        redis.delete(LOCK, "redbeat::term")
+    else:
+        redis.flushall()
+    first.tick()
+    assert not first.lease.renew()
+    second.tick()
+    first.tick()
+    assert second.lease.leader()["term"] == "1"
+    assert redis.exists(LOST)
+    caplog.clear()
+    redis.flushall()
+
+    first.tick()  # it campaigns, and leads
+
+    assert first.lease.owned()
+    assert caplog.text.count("The schedule has vanished") == 1
+    assert redis.exists(LOST)
+
+
 def test_a_term_that_follows_the_last_one_has_lost_nothing(bench, caplog):
     leader, standby, third = bench.scheduler(), bench.scheduler(), bench.scheduler()
     for beat in (leader, standby, third):

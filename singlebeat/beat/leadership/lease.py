@@ -216,7 +216,7 @@ class Lease:
         number, *shown = map(int, reply)
         self.server_time.heard(shown[:2], asked)
         if number < 0:  # nothing was written: the token of the lock is the one that it was
-            self._known = 0  # so that the terms which begin anew are no sign of a loss
+            self.forget()
             raise ResponseError(why_leaderless(self._client, self.keys) or "its terms could not be read for a moment")
         self._last_token, self._token = token, ""
         if not number:
@@ -320,6 +320,7 @@ class Lease:
         finally:
             self.took_s = self._clock() - asked_at
         if is_renewed:
+            self._known = term.number
             left = self._trusted_until - self._clock()
             self._trusted_until = asked_at + self.ttl * (1 - MARGIN)
             if left < self.ttl * MARGIN:
@@ -330,6 +331,10 @@ class Lease:
         if self._term is term:
             self._term = None
         return False
+
+    def forget(self) -> None:
+        """Forget the known terms, because the server has: that their numbers begin anew is no sign of another loss."""
+        self._known = 0
 
     def release(self) -> None:
         """Stop leading or standing by, for good; may be called in a signal handler, at any moment, and repeatedly.
