@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -83,6 +83,14 @@ CASES: list[tuple[str, Mapping[str, str | None], int, int]] = [
     ("RunsWaitForOneAnother", {'singlebeat_runs_total{outcome="postponed"}': "0x9 0+200x80"}, 10, 20),
 ]
 
+#: Alert and series of what a process may have counted before it is scraped first.
+AT_ONCE = {
+    "RunsAreMissed": 'singlebeat_decisions_total{decision="missed",kind="scheduled"}',
+    "LocksAreLost": f"singlebeat_locks_lost_total{WORKER}",
+    "RunsFail": 'singlebeat_runs_total{outcome="failure"}',
+    "RunsVanish": 'singlebeat_runs_total{outcome="worker_lost"}',
+}
+
 
 @pytest.fixture(scope="module")
 def promtool() -> str:
@@ -131,7 +139,15 @@ def test_each_alert_fires_when_something_is_wrong_and_not_before(promtool, tmp_p
     healthy = play("healthy", HEALTHY, *(("", minute, 0) for minute in (0, 15, 75, MINUTES)))
     redbeat = {f"singlebeat_leader{BEAT}": "0x90", f"singlebeat_redbeat_leads{BEAT}": "1x90"}
     migrating = play("RedBeat leads", {**HEALTHY, **redbeat}, (',alertname="NoBeatLeads"', 75, 0))
-    tests = {"rule_files": [str(ALERTS)], "tests": [healthy, migrating, *(case(*given) for given in CASES)]}
+
+    def expected(name: str) -> Iterator[tuple[str, int, int]]:
+        for minute, count in ((8, 0), (10, 1), (75, 0)):
+            yield f',alertname="{name}"', minute, count
+
+    begun = [
+        play(f"{name} at once", {**HEALTHY, series: "_x9 1x80"}, *expected(name)) for name, series in AT_ONCE.items()
+    ]
+    tests = {"rule_files": [str(ALERTS)], "tests": [healthy, migrating, *(case(*given) for given in CASES), *begun]}
     path = Path(tmp_path, "tests.yml")
     path.write_text(json.dumps(tests), "utf-8")
 
