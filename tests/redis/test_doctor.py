@@ -1114,6 +1114,27 @@ def test_an_entry_of_beat_schedule_that_was_never_stored_is_named(bench, cli, fi
     assert why in explained
 
 
+def test_unstored_entries_are_named_where_one_differs_in_each_process(bench, findings):
+    def code(now: str) -> dict[str, dict[str, object]]:
+        plain = {"task": f"{APP}.plain", "schedule": 60}
+        typo = {**plain, "overlp": "skip"}
+        return {"typo": typo, "gone": plain, "same": plain, "broken": plain, "by time": {**plain, "args": [now]}}
+
+    bench.scheduler(beat_schedule=code("12:00")).tick()
+    bench.redis.delete("redbeat:gone")
+    bench.redis.zrem("redbeat::schedule", "redbeat:gone")
+    here = bench.new_app(beat_schedule=code("12:05") | {"broken": code("")["typo"]})
+
+    wrong = [text for level, text in findings("entry", app=here) if level == "problem"]
+    ((_, differs),) = findings("redbeat_key_prefix redbeat:", app=here)
+
+    assert len(wrong) == 3
+    assert "so it does not run. Another program has removed it" in wrong[0]
+    assert "it cannot be stored: entry 'typo': there is no field overlp" in wrong[1]
+    assert "cannot be stored, so the one of before runs: entry 'broken': there is no field overlp" in wrong[2]
+    assert "(5 entries here, 5 there) (stored otherwise than here: broken, by time): each beat" in differs
+
+
 @pytest.mark.parametrize("name", ["cache", ":lock", "half \ud800"])
 def test_an_entry_of_beat_schedule_that_can_have_no_key_is_named(bench, cli, findings, name):
     if name == "cache":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import islice
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 #: The fraction of its lease that a renewal may take before that is a warning.
 SLOW_FROM = 0.1
+
+#: How many entries of ``beat_schedule`` are examined that are stored otherwise: each takes a round trip.
+MOST_COMPARED = 100
 
 #: How many of the last decisions are read to see whether runs end, and how many runs must have been sent without that.
 MOST_LATEST, LEAST_UNENDED = 100, 3
@@ -191,24 +194,37 @@ def _code(app: Celery, schedule: Read, statics: Statics, about: str) -> Iterator
         number = theirs[0].partition(" ")[0]
         text = f"this process has none, and beats have some ({number}): whether they are stored is not checked here"
         yield Finding("warning", "beat_schedule", text)
-    differ = ""
-    if len(theirs) > 1:
-        numbers = " and ".join(each.partition(" ")[0] for each in theirs)
-        differ = f"beats of app {statics.owner} differ in their beat_schedule ({numbers} entries)"
-    elif here and here not in theirs:
-        numbers = f"{here.partition(' ')[0]} entries here, {theirs[0].partition(' ')[0]} there"
-        differ = f"the beat_schedule of this process differs from that of the beats of app {statics.owner} ({numbers})"
-    if differ:
+    now = datetime.fromtimestamp(state.now, UTC)
+    changed = [*islice(statics.outdated(now), MOST_COMPARED)] if here else []
+    if differ := _differ(theirs, here, statics.owner):
+        among = f" (stored otherwise than here: {listed([name for name, _ in changed])})" * bool(changed)
         text = (
-            f"{differ}: each beat that begins to lead stores its own, and removes the entries that its own lacks. That "
-            "is right during a deploy. Else two apps have one name, or hosts run different code: "
-            f'{APART}. Or give each a name (Celery("shop")). An rrule without dtstart differs in each process'
+            f"{differ}{among}: each beat that begins to lead stores its own, and removes the entries that its own "
+            "lacks. That is right during a deploy. Else two apps have one name, or hosts run different code: "
+            f'{APART}. Or give each a name (Celery("shop")). An entry with an rrule without dtstart, or with the time '
+            "or the host among its arguments, differs in each process"
         )
         yield Finding("warning", about, text)
-    elif here:
-        yield from _removed(app, statics, state)
-        now = datetime.fromtimestamp(state.now, UTC)
-        yield from _outdated(app, statics, {*schedule.unusable, *state.quarantine}, now)
+        changed = [(name, why) for name, why in changed if why]  # no code can store these
+    if here:
+        yield from _removed(app, statics, state, now)
+        yield from _outdated(app, changed, {*schedule.unusable, *state.quarantine})
+
+
+def _differ(theirs: Sequence[str], here: str, owner: str) -> str:
+    """Return that the beats of an app, or they and this process, have different code; empty if not.
+
+    Args:
+        theirs: the numbers and digests of the entries in the code of the beats.
+        here: the same of this process; empty if it has none.
+    """
+    if len(theirs) > 1:
+        numbers = " and ".join(each.partition(" ")[0] for each in theirs)
+        return f"beats of app {owner} differ in their beat_schedule ({numbers} entries)"
+    if here and here not in theirs:
+        numbers = f"{here.partition(' ')[0]} entries here, {theirs[0].partition(' ')[0]} there"
+        return f"the beat_schedule of this process differs from that of the beats of app {owner} ({numbers})"
+    return ""
 
 
 def _elsewhere(app: Celery, schedule: Read, about: str) -> Iterator[Finding]:
@@ -230,12 +246,12 @@ def _no_run_ends(app: Celery, state: ScheduleStatus) -> bool:
     return False
 
 
-def _removed(app: Celery, statics: Statics, state: ScheduleStatus) -> Iterator[Finding]:
+def _removed(app: Celery, statics: Statics, state: ScheduleStatus, now: datetime) -> Iterator[Finding]:
     """Check for entries of ``beat_schedule`` that are not stored: another program has removed them, or they are wrong.
 
     Each term installs them only once.
     """
-    entries, now = Schedule(app), datetime.fromtimestamp(state.now, UTC)
+    entries = Schedule(app)
     names = sorted(statics.unstored(now) - state.quarantine.keys())
     for name in names[:MOST_NAMED]:
         if why := statics.why_unstorable(name, now):
@@ -254,13 +270,17 @@ def _removed(app: Celery, statics: Statics, state: ScheduleStatus) -> Iterator[F
         yield Finding("problem", "entries", text)
 
 
-def _outdated(app: Celery, statics: Statics, unusable: Collection[str], now: datetime) -> Iterator[Finding]:
-    """Check for entries that are not stored as ``beat_schedule`` gives them."""
-    entries, found = Schedule(app), [*islice(statics.outdated(now), MOST_NAMED + 1)]
-    for name, why in found[:MOST_NAMED]:
+def _outdated(app: Celery, changed: Sequence[tuple[str, str]], unusable: Collection[str]) -> Iterator[Finding]:
+    """Check entries that are not stored as ``beat_schedule`` gives them.
+
+    Args:
+        changed: their names, each with why it cannot be stored; empty if it can.
+    """
+    entries = Schedule(app)
+    for name, why in changed[:MOST_NAMED]:
         level, text = why_outdated(entries, name, why, is_unusable=name in unusable)
         yield Finding(level, f"entry {name}", text)
-    if len(found) > MOST_NAMED:
+    if len(changed) > MOST_NAMED:
         text = f"more than these {MOST_NAMED} are not stored as beat_schedule gives them"
         yield Finding("warning", "entries", text)
 
