@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 __all__ = (
+    "NO_CONNECTION",
     "advice",
     "advice_of_writes",
     "denied_command",
+    "is_crowded",
     "is_denied",
     "is_full",
     "is_key_denied",
@@ -34,6 +36,9 @@ _NO_LOGIN = (
     "HELLO must be called with the client already authenticated",
 )
 
+#: What to do about a server that accepts no more connections.
+NO_CONNECTION = "Raise maxclients on that server, or end what holds so many connections (CLIENT LIST names them)"
+
 #: The codes of the same errors by the words that are left when redis-py has removed the code.
 _WITHOUT_CODE = {
     "read only replica": "READONLY",
@@ -54,12 +59,19 @@ def advice(exc: Exception) -> str:
     """Return the advice to add to an error of a Redis server; empty if there is none."""
     if is_login_refused(exc):
         return f". {_LOGIN}"
+    if is_crowded(exc):
+        return f". {NO_CONNECTION}"
     return _acl_hint(exc) or advice_of_writes(str(exc))
 
 
 def is_full(error: Exception | str) -> bool:
     """Return whether the server's memory is full, by its error; it refuses only what may need more, then."""
     return "used memory > 'maxmemory'" in str(error)
+
+
+def is_crowded(error: Exception | str) -> bool:
+    """Return whether a server accepts no more connections, by its error."""
+    return "max number of clients" in str(error)
 
 
 def is_login_refused(error: Exception | str) -> bool:

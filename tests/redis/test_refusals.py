@@ -37,7 +37,7 @@ from singlebeat.locks import backend_of
 from singlebeat.locks.base import Call, Ref, Verdict
 from singlebeat.lua import Script
 from singlebeat.run_results import flush_ends, record_end_of_message
-from singlebeat.server_errors import with_advice
+from singlebeat.server_errors import NO_CONNECTION, with_advice
 from singlebeat.signals import leadership_gained, leadership_lost
 from tests.redis.bench import Bench
 from tests.support import APP, RedisServer, connected, free_port, measured, page, wait_until, without
@@ -1453,6 +1453,26 @@ def test_an_entry_of_beat_schedule_that_beat_could_not_store_is_explained(cli, b
     assert f"{stored}no beat leads" in unled
     assert f"{stored}the log of beat says why it could not ({why})" in explained
     assert f"does not run: the log of beat says why it could not be stored ({why})" in text
+
+
+def test_a_server_that_accepts_no_more_connections_is_named(own_server, bench_on, cli, logged):
+    bench = bench_on(own_server, result_backend=own_server.celery_url)
+    bench.put()
+    admin, app = own_server.client(), bench.new_app()
+    admin.config_set("maxclients", 1)
+    admin.client_kill_filter(_type="normal", skipme=True)
+    Scheduler(app).tick()
+    rows = [row for row in json.loads(cli("doctor", "--json", app=app, code=2).stdout) if row["level"] == "problem"]
+    asked = [cli(command, app=app, code=None).output for command in ("status", "health", "list")]
+
+    named = [row["text"] for row in rows if row["about"].partition(" ")[0] in {"schedule's", "result", "locks"}]
+    (trouble,) = logged("trouble")
+    assert len(named) == 3
+    said = f"max number of clients reached. {NO_CONNECTION}"
+    assert [text for text in (*named, *asked) if said not in text] == [named[1]]
+    assert named[1].endswith(NO_CONNECTION)
+    assert NO_CONNECTION in trouble["reason"]
+    assert "Start the backend" not in str(rows)
 
 
 @pytest.mark.parametrize("is_away", [False, True])

@@ -9,6 +9,7 @@ from ...beat.store.probe import schedule_server_says
 from ...connections import RedisError, ResponseError, schedule_place, what_it_does
 from ...errors import LockBackendError
 from ...log import without_passwords
+from ...server_errors import with_advice
 from .beats import check_beats
 from .entries import check_entries
 from .finding import Finding, Read, of_locks
@@ -63,7 +64,7 @@ def _on_any_server(app: Celery, check: Check, schedule: Read) -> Iterator[Findin
         yield Finding("problem", f"schedule's server {schedule_place(app)}", schedule_server_says(app, exc))
     except RedisError as exc:
         if schedule.error is None:
-            text = f"it {what_it_does(exc)}: {exc}; the parts that need it are left out"
+            text = f"it {what_it_does(exc)}: {with_advice(exc)}; the parts that need it are left out"
             yield Finding("problem", f"schedule's server {schedule_place(app)}", text)
         schedule.error = exc
     except LockBackendError as exc:

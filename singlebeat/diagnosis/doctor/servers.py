@@ -22,7 +22,7 @@ from ...errors import SinglebeatError
 from ...locks import backend_of
 from ...locks.redis import RedisBackend
 from ...locks.send import why_two_writes
-from ...server_errors import is_login_refused
+from ...server_errors import NO_CONNECTION, is_crowded, is_login_refused
 from .finding import Finding, Read
 
 if TYPE_CHECKING:
@@ -107,6 +107,8 @@ def check_result_backend(app: Celery, schedule: Read) -> Iterator[Finding]:
         advice = "Start the backend, or correct result_backend"
         if is_login_refused(wrong):
             advice = "Correct the user and the password in result_backend"
+        elif is_crowded(wrong):
+            advice = NO_CONNECTION
         text = (
             f"it {wrong}. {sent} for the backend after the body of each task, and hold the slot meanwhile. Then the "
             f"run ends without a result, and callers that wait for one get none. {advice}"
