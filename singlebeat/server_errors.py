@@ -37,7 +37,10 @@ _NO_LOGIN = (
 )
 
 #: What to do about a server that accepts no more connections.
-NO_CONNECTION = "Raise maxclients on that server, or end what holds so many connections (CLIENT LIST names them)"
+NO_CONNECTION = (
+    "Raise maxclients on that server, or end what holds so many connections (CLIENT LIST names them). Beats and "
+    "workers that are connected work on: one that you start again before that finds no connection"
+)
 
 #: The codes of the same errors by the words that are left when redis-py has removed the code.
 _WITHOUT_CODE = {

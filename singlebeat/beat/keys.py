@@ -81,7 +81,7 @@ OWN_KEYS: Mapping[str, tuple[str, str]] = {
     "lost": (
         "string",
         "When a beat has first noticed that the server has lost the schedule, or its last changes, and by what. Gone "
-        "after a day, or when a program adds an entry.",
+        "a day after the last loss, or when a program adds an entry.",
     ),
     "zone": (
         "string",

@@ -435,8 +435,12 @@ class Scheduler(BrokerAccess, RedBeatScheduler):  # type: ignore[misc]
         self._report_progress()
 
     def _note_loss(self, why: str) -> None:
-        """Log that the server has lost data, and note it for operators; of several losses, the first one counts."""
-        self._set_loss(why)
+        """Log that the server has lost data, and note it for operators; of several losses, the first one counts.
+
+        What the server has restored may hold the note of an earlier loss: it is shown until a day after the last one.
+        """
+        if not self._set_loss(why):
+            self.store.client.pexpire(self.store.keys.lost, LOSS_NOTED_FOR)
         self.store.last_records.forget()
         self.clock.forget()
         sentence = "beat: The schedule has vanished, or its last changes: installing beat_schedule again"

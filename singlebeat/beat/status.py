@@ -100,7 +100,8 @@ REDBEAT_LEADS = (
 NO_BEAT = (
     "singlebeat sends nothing until one is started (celery beat -S singlebeat.Scheduler). A beat that runs may be "
     "refused by the server: its log names the right that its user lacks. A celery beat without "
-    "-S singlebeat.Scheduler is not seen here, and sends by a file of its own: stop it before you start one"
+    "-S singlebeat.Scheduler is not seen here, nor is one with another redbeat_key_prefix or redbeat_redis_url than "
+    "this process: stop it before you start one, or both send"
 )
 
 #: Why claimed occurrences stay pending while a beat leads, in words.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -83,7 +83,7 @@ CASES: list[tuple[str, Mapping[str, str | None], int, int]] = [
     ("RunsWaitForOneAnother", {'singlebeat_runs_total{outcome="postponed"}': "0x9 0+200x80"}, 10, 20),
 ]
 
-#: Alert and series of what a process may have counted before it is scraped first.
+#: Alert and counter of what a process may have counted before it is first scraped.
 AT_ONCE = {
     "RunsAreMissed": 'singlebeat_decisions_total{decision="missed",kind="scheduled"}',
     "LocksAreLost": f"singlebeat_locks_lost_total{WORKER}",
@@ -140,14 +140,15 @@ def test_each_alert_fires_when_something_is_wrong_and_not_before(promtool, tmp_p
     redbeat = {f"singlebeat_leader{BEAT}": "0x90", f"singlebeat_redbeat_leads{BEAT}": "1x90"}
     migrating = play("RedBeat leads", {**HEALTHY, **redbeat}, (',alertname="NoBeatLeads"', 75, 0))
 
-    def expected(name: str) -> Iterator[tuple[str, int, int]]:
-        for minute, count in ((8, 0), (10, 1), (75, 0)):
-            yield f',alertname="{name}"', minute, count
+    def counted(name: str, what: str, values: str, created_s: int, *expected: tuple[int, int]) -> dict[str, object]:
+        series, matcher = AT_ONCE[name], f',alertname="{name}"'
+        played = {series: values, series.replace("_total", "_created"): f"{created_s}x90"}
+        return play(f"{name} {what}", {**HEALTHY, **played}, *((matcher, *each) for each in expected))
 
-    begun = [
-        play(f"{name} at once", {**HEALTHY, series: "_x9 1x80"}, *expected(name)) for name, series in AT_ONCE.items()
-    ]
-    tests = {"rule_files": [str(ALERTS)], "tests": [healthy, migrating, *(case(*given) for given in CASES), *begun]}
+    begun = [counted(name, "at once", "_x9 1x80", 9 * 60, (8, 0), (10, 1), (75, 0)) for name in AT_ONCE]
+    gaps = [counted(name, "long ago", "1x9 stale _x9 1x70", -3600, (9, 0), (21, 0), (70, 0)) for name in AT_ONCE]
+    cases = [healthy, migrating, *(case(*given) for given in CASES), *begun, *gaps]
+    tests = {"rule_files": [str(ALERTS)], "tests": cases}
     path = Path(tmp_path, "tests.yml")
     path.write_text(json.dumps(tests), "utf-8")
 

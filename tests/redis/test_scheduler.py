@@ -3810,6 +3810,7 @@ def test_a_lost_schedule_is_shown_until_a_day_has_passed(bench, cli):
     standby.close()
     leader.tick()
     assert leader.lease.leader()["term"] == "2"
+    bench.redis.expire(LOST, 5)
     leader._note_loss("another loss")
 
     assert ScheduleStatus.of(bench.app).lost == said

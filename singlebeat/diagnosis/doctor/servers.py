@@ -107,12 +107,12 @@ def check_result_backend(app: Celery, schedule: Read) -> Iterator[Finding]:
         advice = "Start the backend, or correct result_backend"
         if is_login_refused(wrong):
             advice = "Correct the user and the password in result_backend"
-        elif is_crowded(wrong):
-            advice = NO_CONNECTION
         text = (
             f"it {wrong}. {sent} for the backend after the body of each task, and hold the slot meanwhile. Then the "
             f"run ends without a result, and callers that wait for one get none. {advice}"
         )
+        if is_crowded(wrong):
+            text = f"it {wrong}. {NO_CONNECTION}"
         yield Finding("problem", result_place(app), text)
 
 
