@@ -207,9 +207,9 @@ def test_a_backfill_runs_the_list_that_was_confirmed(page, entries, beat, shop):
 
 def test_a_click_frees_the_lock_of_a_dead_worker(page, app, redis):
     backend, key = backend_of(app), "SINGLETONLOCK_{a}"
-    backend.begin(Ref(key, "dead-one", 0, "n"), lease=30, remember_for=60, task=IMPORT, arguments="('x',)", entry="e")
-    redis.hset(key, "since", int(redis.hget(key, "since")) - 25_000)  # and was not renewed since
-    redis.pexpire(key, 5_000)
+    backend.begin(Ref(key, "dead-one", 0, "n"), lease=600, remember_for=60, task=IMPORT, arguments="('x',)", entry="e")
+    redis.hset(key, "since", int(redis.hget(key, "since")) - 500_000)  # and was not renewed since
+    redis.pexpire(key, 100_000)  # so it does not end by itself under the click
     page.goto("/locks")
     expect(page.locator("main")).to_contain_text("seems abandoned")
     page.get_by_role("link", name="Free").click()

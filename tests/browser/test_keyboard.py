@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from playwright.sync_api import expect
 
+from tests.support import wait_until
+
 from .shop import REPORT
 from .test_actions import says
 
-#: What has the focus: its name, and whether it is seen and has a ring.
+#: What has the focus: its name, and whether it is seen and has a ring; null if nothing has.
 FOCUS = """() => {
+  if (document.activeElement === document.body) return null;
   const at = document.activeElement, box = at.getBoundingClientRect(), style = getComputedStyle(at);
   return {
     name: at.getAttribute('aria-label') || at.labels?.[0]?.innerText || at.innerText || at.name || at.tagName,
@@ -22,7 +25,8 @@ def tab_to(page, name, most=80):
     """Press Tab until the control of this name has the focus; check all that have it on the way."""
     for _ in range(most):
         page.keyboard.press("Tab")
-        focus = page.evaluate(FOCUS)
+        # Amid a live update, nothing has the focus for a moment.
+        focus = wait_until(lambda: page.evaluate(FOCUS), what="a control with the focus")
         assert focus["isSeen"], focus
         assert focus["hasRing"], focus
         if " ".join(focus["name"].split()) == name:
