@@ -909,7 +909,10 @@ def test_doctor_names_problems_and_password_less_urls(cli, put, redis):
         "no beat leads: singlebeat sends nothing until one is started (celery beat -S singlebeat.Scheduler). A beat"
     )
     assert findings["problem", "beat"].startswith(started)
-    assert "A celery beat without -S singlebeat.Scheduler is not seen here" in findings["problem", "beat"]
+    assert (
+        "A celery beat without -S singlebeat.Scheduler is not seen here, nor is one with another redbeat_key_prefix"
+        in (findings["problem", "beat"])
+    )
     assert "no task" in findings["problem", "entry bad"]
     assert "no worker answers" in findings["problem", "workers"]
     with make_app("redis://", {"redbeat_redis_url": "redis://:hush@db.example.org/0"}) as app:

@@ -4022,6 +4022,23 @@ def test_a_loss_is_said_by_a_beat_that_has_lost_its_term_with_the_last_one(serve
     assert redis.exists(LOST)
 
 
+def test_a_loss_of_all_is_said_after_one_that_has_left_the_lock(server, redis, bench_on, caplog):
+    """The lease that goes on shows that the server knows the term, so its number counts again."""
+    bench = bench_on(server, result_expires=None, beat_schedule={"mine": {"task": PLAIN, "schedule": 3600}})
+    scheduler = bench.scheduler()
+    scheduler.tick()
+    redis.delete("redbeat:mine", SCHEDULE, STATICS)
+    scheduler.tick()
+    assert scheduler.lease.renew()
+    assert caplog.text.count("The schedule has vanished") == 1
+    redis.flushall()
+
+    assert not scheduler.lease.renew()
+    scheduler.tick()
+
+    assert caplog.text.count("The schedule has vanished") == 2
+
+
 def test_a_term_that_follows_the_last_one_has_lost_nothing(bench, caplog):
     leader, standby, third = bench.scheduler(), bench.scheduler(), bench.scheduler()
     for beat in (leader, standby, third):

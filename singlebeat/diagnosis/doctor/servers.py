@@ -95,7 +95,10 @@ def check_rights(app: Celery, schedule: Read) -> Iterator[Finding]:
 
 def check_result_backend(app: Celery, schedule: Read) -> Iterator[Finding]:
     """Check the result backend, which beat does not use, unless the schedule or the locks are on its server."""
-    if wrong := schedule.results:
+    wrong = schedule.results
+    if is_crowded(wrong):  # what is connected works on, so none of the rest holds
+        yield Finding("problem", result_place(app), f"it {wrong}. {NO_CONNECTION}")
+    elif wrong:
         place, sent = result_place(app).removeprefix("result backend "), "Beat still sends, but workers wait"
         if schedule.is_result_backend_away_with_schedule:
             sent = "The schedule is kept there, too: nothing is sent until it answers"
@@ -111,8 +114,6 @@ def check_result_backend(app: Celery, schedule: Read) -> Iterator[Finding]:
             f"it {wrong}. {sent} for the backend after the body of each task, and hold the slot meanwhile. Then the "
             f"run ends without a result, and callers that wait for one get none. {advice}"
         )
-        if is_crowded(wrong):
-            text = f"it {wrong}. {NO_CONNECTION}"
         yield Finding("problem", result_place(app), text)
 
 
